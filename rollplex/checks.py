@@ -1,0 +1,68 @@
+"""Settings that clash, found before anything is loaded."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+
+def check_settings(h: Mapping[str, Any]) -> None:
+    """Raise ValueError for a setting of GRPOModule that cannot work; says what was set and what to set."""
+    for name, least in (
+        ("num_generations", 1), ("max_completion_length", 1), ("num_iterations", 1), ("num_mini_batches", 1),
+        ("prompts_per_pass", 1), ("eval_num_generations", 1), ("warmup_steps", 0), ("reward_workers", 0), ("top_k", 0),
+    ):  # fmt: skip
+        if h[name] < least:
+            raise ValueError(f"{name}={h[name]} must be at least {least}")
+    for name in ("learning_rate", "weight_decay", "entropy_coef", "beta"):
+        if not (math.isfinite(h[name]) and h[name] >= 0):
+            raise ValueError(f"{name}={h[name]} must be a finite number, 0 or more")
+    if not (math.isfinite(h["temperature"]) and h["temperature"] > 0):
+        raise ValueError(
+            f"temperature={h['temperature']} gives every response of a group the same tokens, so GRPO has nothing to "
+            "compare; set it above 0 (eval_temperature may be 0)"
+        )
+    if not 0 < h["top_p"] <= 1 or not 0 <= h["min_p"] <= 1 or not h["repetition_penalty"] > 0:
+        raise ValueError(
+            f"top_p={h['top_p']} must be in (0, 1], min_p={h['min_p']} in [0, 1], "
+            f"repetition_penalty={h['repetition_penalty']} above 0"
+        )
+    if not (math.isfinite(h["eval_temperature"]) and h["eval_temperature"] >= 0):
+        raise ValueError(f"eval_temperature={h['eval_temperature']} must be 0 (greedy) or more")
+    if h["eval_temperature"] == 0 and h["eval_num_generations"] > 1:
+        raise ValueError(
+            f"eval_num_generations={h['eval_num_generations']} with eval_temperature=0 repeats one greedy answer; set "
+            "eval_temperature above 0 or eval_num_generations=1"
+        )
+    if h["num_generations"] == 1:
+        raise ValueError("num_generations=1 leaves nothing to compare a response with; set at least 2")
+    if h["responses_per_pass"] is not None and h["responses_per_pass"] < 1:
+        raise ValueError(f"responses_per_pass={h['responses_per_pass']} must be at least 1, or null for all")
+    if h["max_grad_norm"] is not None and not h["max_grad_norm"] > 0:
+        raise ValueError(f"max_grad_norm={h['max_grad_norm']} must be above 0, or null for no clipping")
+    if h["lr_scheduler_type"] in ("linear", "cosine") and not h["lr_decay_steps"]:
+        raise ValueError(
+            f"lr_scheduler_type={h['lr_scheduler_type']} needs lr_decay_steps, the optimizer steps until the rate is 0"
+        )
+    if h["lr_decay_steps"] is not None and h["lr_decay_steps"] <= h["warmup_steps"]:
+        raise ValueError(f"lr_decay_steps={h['lr_decay_steps']} must be above warmup_steps={h['warmup_steps']}")
+    if h["warmup_steps"] and h["lr_scheduler_type"] == "constant":
+        raise ValueError(
+            f"warmup_steps={h['warmup_steps']} has no effect with lr_scheduler_type=constant; set constant_with_warmup"
+        )
+    if set(h["freeze"] or ()) == {"vision_tower", "projector", "language_model"}:
+        raise ValueError("freeze names all parts, so nothing would be trained; leave at least one out")
+    _warn_off_policy(h)
+
+
+def _warn_off_policy(h: Mapping[str, Any]) -> None:
+    neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+    changed = [f"{k}={h[k]}" for k, v in neutral.items() if h[k] != v]
+    if changed and h["importance_sampling_mode"] is None:
+        warnings.warn(
+            f"{', '.join(changed)}: responses are sampled from a truncated or penalised distribution, but trained as if "
+            "drawn from the full one; set importance_sampling_mode (e.g. token_truncate) to correct for it",
+            stacklevel=3,
+        )

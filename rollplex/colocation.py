@@ -1,0 +1,67 @@
+"""What a strategy that owns a colocated engine has in common: lane, executor, timeline, publishing of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rollplex.data.records import Request, Rollout
+from rollplex.engines.base import EngineContext, RolloutEngine
+from rollplex.engines.torch_engine import TorchEngine
+from rollplex.lanes import RolloutLane
+from rollplex.phases import Phase, dispatch
+from rollplex.schedule import Executor, Unit
+from rollplex.timeline import Timeline
+
+if TYPE_CHECKING:
+    from rollplex.models.split_model import SplitModel
+
+
+class Colocation:
+    """The engine and both lanes. A strategy holds one and forwards its set-up and teardown."""
+
+    def __init__(self, engine: RolloutEngine | None, *, threads: int | None, timeout: float | None) -> None:
+        self.engine = engine or TorchEngine()
+        self.timeline = Timeline()
+        self._threads = threads
+        self._trainer: Any = None
+        self.lane = RolloutLane(self.engine, self.timeline, threads=threads)
+        self.executor = Executor(self.lane, self.timeline, self._notify, timeout=timeout)
+        self._model: SplitModel | None = None
+        self._published: int | None = None
+
+    def start(self, trainer: Any, model: SplitModel, processor: Any, device: Any) -> None:
+        """Start the engine on the rollout lane; the model must be where it stays."""
+        self._trainer, self._model = trainer, model
+        self._published = None
+        self.lane.start(EngineContext(model=model, processor=processor, device=device))
+
+    def close(self) -> None:
+        self.lane.close()
+        self.lane.drain_events()
+        self.executor.machine.reset()
+
+    def rollout(self, requests: Sequence[Request], units: Sequence[Unit], collect: Callable[[Rollout], int | None]) -> None:
+        """A rollout with the units of the first update around or beside it."""
+        self.publish()
+        self.executor.rollout(requests, units, collect)
+
+    def generate(self, requests: Sequence[Request], collect: Callable[[Rollout], int | None]) -> None:
+        """A rollout alone."""
+        self.publish()
+        self.executor.generate(requests, collect)
+
+    def publish(self) -> None:
+        """Make the engine sample with the model's present weights, if it does not already."""
+        assert self._model is not None, "the engine is not started"
+        version = self._model.version
+        if self._published == version:
+            return
+        self.executor.enter(Phase.PUBLISH)
+        self.lane.call(lambda engine: engine.publish(version))
+        self._published = version
+        self._notify("on_weights_published", version)
+        self.executor.enter(Phase.IDLE)
+
+    def _notify(self, event: str, *arguments: Any) -> None:
+        dispatch(self._trainer, event, *arguments)

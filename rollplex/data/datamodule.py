@@ -1,0 +1,310 @@
+"""Batches of prompts for Lightning, in an order that depends only on (seed, number of the rollout)."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from lightning import LightningDataModule
+from torch.utils.data import DataLoader, Dataset
+
+from rollplex.data.encode import BadRow, PromptEncoder
+from rollplex.data.records import Prompt, Sample
+from rollplex.tasks.base import Split, VLMTask
+
+_SPLITS: dict[str, tuple[Split, ...]] = {
+    "fit": ("train", "validation"),
+    "validate": ("validation",),
+    "test": ("test",),
+    "predict": ("test",),
+}
+
+
+class RolloutBatchSampler:
+    """Row numbers of each rollout batch.
+
+    The rollouts of a run are numbered 0, 1, 2, ...; rollout k uses slot k % len(self) of epoch k // len(self), and the
+    order within an epoch is drawn from (seed, epoch). So the rows of rollout k never depend on how the run came there:
+    by resuming in the middle, by `limit_train_batches`, or straight.
+
+    Each iteration gives len(self) batches, beginning with rollout `start_rollout` (a number, or a function asked at
+    the start of each iteration; a number is advanced by len(self) per iteration, to the next epoch's start). Lightning
+    ends a resumed epoch itself, at the batch where it would have ended.
+    """
+
+    def __init__(
+        self,
+        n: int,
+        batch_size: int,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = True,
+        start_rollout: int | Callable[[], int] = 0,
+    ) -> None:
+        """n: rows. drop_last: leave out the n % batch_size rows that would make a smaller last batch of an epoch
+        (others each epoch, as the order changes)."""
+        if batch_size < 1 or n < (batch_size if drop_last else 1):
+            raise ValueError(f"batch_size={batch_size} must be at least 1 and give at least one batch of n={n} rows")
+        self.n, self.batch_size, self.seed, self.shuffle = n, batch_size, seed, shuffle
+        self.batches = n // batch_size if drop_last else -(-n // batch_size)
+        self.start_rollout = start_rollout
+
+    def __len__(self) -> int:
+        return self.batches
+
+    def rows(self, rollout: int) -> list[int]:
+        """Row numbers of one rollout, by its global number."""
+        epoch, slot = divmod(rollout, self.batches)
+        order = np.random.default_rng([self.seed, epoch]).permutation(self.n) if self.shuffle else np.arange(self.n)
+        return [int(row) for row in order[slot * self.batch_size : (slot + 1) * self.batch_size]]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        # A generator, so nothing is counted until the first batch is asked for: loaders make iterators they never use.
+        if callable(self.start_rollout):
+            start = self.start_rollout()
+        else:
+            start = self.start_rollout
+            self.start_rollout = (start // self.batches + 1) * self.batches
+        for i in range(self.batches):
+            yield self.rows(start + i)
+
+
+class _EncodedRows(Dataset[Any]):
+    """Row number -> Prompt, or the BadRow that says why not (as a value: it must pass from a worker to the parent)."""
+
+    def __init__(self, task: VLMTask, split: Split, encoder: PromptEncoder, cache: bool) -> None:
+        self.task, self.split, self.encoder = task, split, encoder
+        self.rows = task.samples(split)
+        self.cache: dict[int, Prompt] | None = {} if cache else None
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def sample(self, number: int) -> Sample:
+        try:
+            return self.rows[number]
+        except Exception as error:
+            raise BadRow(f"{self.split}[{number}]", f"{type(error).__name__}: {error}") from error
+
+    def __getitem__(self, number: int) -> Prompt | BadRow:
+        if self.cache is not None and number in self.cache:
+            return self.cache[number]
+        try:
+            prompt = self.encoder.encode(self.task, self.sample(number))
+        except BadRow as bad:
+            return BadRow(bad.row_id, bad.reason)
+        if self.cache is not None:
+            self.cache[number] = prompt
+        return prompt
+
+    def ids(self) -> Iterator[str]:
+        for number in range(len(self)):
+            try:
+                yield self.sample(number).id
+            except BadRow:
+                continue
+
+
+class _PromptLoader:
+    """What Lightning iterates: lists of prompts, bad rows taken out and reported."""
+
+    def __init__(self, loader: DataLoader[Any], report: Callable[[BadRow], None]) -> None:
+        self.loader, self.report = loader, report
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[list[Prompt]]:
+        return self._lists(iter(self.loader))
+
+    def _lists(self, batches: Iterator[list[Prompt | BadRow]]) -> Iterator[list[Prompt]]:
+        empty = 0
+        for batch in batches:
+            bad = [row for row in batch if isinstance(row, BadRow)]
+            for row in bad:
+                self.report(row)
+            prompts = [row for row in batch if isinstance(row, Prompt)]
+            empty = 0 if prompts else empty + 1
+            if empty == len(self):
+                raise ValueError(f"not one usable row in {empty} batches, a whole epoch; the last one: {bad[-1]}")
+            yield prompts
+
+    def state_dict(self) -> dict[str, Any]:
+        """Empty: the position comes from the module's rollout counter. (Lightning asks whether it can resume.)"""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to load; see `state_dict`."""
+
+
+class VLMDataModule(LightningDataModule):
+    """A task's rows as rollout batches: every dataloader gives `list[Prompt]`.
+
+    The processor is `trainer.lightning_module.processor`, and the training order continues at
+    `trainer.lightning_module.rollouts_done`: the number of batches this run has been given, resumed ones and empty ones
+    included. Without a Trainer, call `attach`.
+    """
+
+    def __init__(
+        self,
+        task: VLMTask,
+        batch_size: int = 8,
+        val_batch_size: int = 32,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = True,
+        max_prompt_length: int | None = None,
+        min_pixels: int | None = None,
+        max_pixels: int | None = None,
+        video_fps: float = 2.0,
+        video_max_frames: int = 64,
+        on_bad_row: Literal["skip", "error"] = "skip",
+        cache_prompts: bool = False,
+        num_workers: int = 0,
+    ) -> None:
+        """Settings.
+
+        batch_size: prompts per rollout (responses are `num_generations` times as many).
+        val_batch_size: prompts per validation, test or predict batch; all rows are used there, in order.
+        shuffle, seed: training order; another one each epoch.
+        drop_last: leave an epoch's last, smaller batch out (the rows left out differ between epochs).
+        max_prompt_length, min_pixels, max_pixels, video_fps, video_max_frames: see `PromptEncoder`.
+        on_bad_row: "skip" leaves a row that cannot be a prompt out of its batch (which gets smaller, or empty), warns
+            once per row and lists it in `bad_rows`; "error" encodes every row at setup and stops at the first bad one,
+            before any training step.
+        cache_prompts: keep encoded prompts in memory after their first use. For small data.
+        num_workers: processes that read and encode ahead; 0 encodes in the training process.
+        """
+        super().__init__()
+        if on_bad_row not in ("skip", "error"):
+            raise ValueError(f'on_bad_row={on_bad_row!r} must be "skip" or "error"')
+        for name, value in (("batch_size", batch_size), ("val_batch_size", val_batch_size)):
+            if value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+        self.task = task
+        self.batch_size = batch_size
+        self.val_batch_size = val_batch_size
+        self.shuffle = shuffle
+        self.seed = seed
+        self.drop_last = drop_last
+        self.encoder_settings: dict[str, Any] = {
+            "max_prompt_length": max_prompt_length,
+            "min_pixels": min_pixels,
+            "max_pixels": max_pixels,
+            "video_fps": video_fps,
+            "video_max_frames": video_max_frames,
+        }
+        self.on_bad_row = on_bad_row
+        self.cache_prompts = cache_prompts
+        self.num_workers = num_workers
+        self._bad: dict[str, str] = {}
+        self._data: dict[Split, _EncodedRows] = {}
+        self._encoder: PromptEncoder | None = None
+
+    def attach(self, processor: Any) -> VLMDataModule:
+        """Use this processor instead of the Trainer's module's; returns self."""
+        self._encoder = PromptEncoder(processor, **self.encoder_settings)
+        self._data.clear()
+        return self
+
+    @property
+    def bad_rows(self) -> list[tuple[str, str]]:
+        """(row id, reason) of every row skipped so far, each once."""
+        return list(self._bad.items())
+
+    def setup(self, stage: str) -> None:
+        """Read the splits of a stage and check them: enough rows, no id twice, and with on_bad_row="error" each row."""
+        if self._encoder is None:
+            module = self.trainer.lightning_module if self.trainer is not None else None
+            processor = getattr(module, "processor", None)
+            if processor is None:
+                raise ValueError(
+                    "VLMDataModule found no processor: give the module a `processor` attribute before setup, or call "
+                    "datamodule.attach(processor)"
+                )
+            self.attach(processor)
+        for split in _SPLITS[stage]:
+            self._prepare(split)
+
+    def _prepare(self, split: Split) -> None:
+        if split in self._data:
+            return
+        assert self._encoder is not None
+        data = _EncodedRows(self.task, split, self._encoder, self.cache_prompts)
+        name = type(self.task).__name__
+        seen: set[str] = set()
+        for row_id in data.ids():
+            if row_id in seen:
+                raise ValueError(f"{name} has two {split} rows with id {row_id!r}; ids must be unique within a split")
+            seen.add(row_id)
+        needed = self.batch_size if self.drop_last else 1
+        if split == "train" and len(data) < needed:
+            raise ValueError(
+                f"{name} has {len(data)} training rows, fewer than batch_size={self.batch_size}: lower batch_size"
+                + (" or set drop_last=False" if len(data) else "; samples('train') is empty")
+            )
+        if self.on_bad_row == "error":
+            for number in range(len(data)):
+                row = data[number]
+                if isinstance(row, BadRow):
+                    raise row
+        self._data[split] = data
+
+    def train_dataloader(self) -> _PromptLoader:
+        data = self._data["train"]
+        sampler = RolloutBatchSampler(
+            len(data),
+            self.batch_size,
+            seed=self.seed,
+            shuffle=self.shuffle,
+            drop_last=self.drop_last,
+            start_rollout=0 if self._rollouts_done() is None else lambda: self._rollouts_done() or 0,
+        )
+        return self._loader(data, sampler)
+
+    def val_dataloader(self) -> _PromptLoader | list[Any]:
+        return self._evaluation("validation")
+
+    def test_dataloader(self) -> _PromptLoader | list[Any]:
+        return self._evaluation("test")
+
+    def predict_dataloader(self) -> _PromptLoader | list[Any]:
+        return self._evaluation("test")
+
+    def _evaluation(self, split: Split) -> _PromptLoader | list[Any]:
+        data = self._data[split]
+        if not len(data):
+            return []
+        return self._loader(data, RolloutBatchSampler(len(data), self.val_batch_size, shuffle=False, drop_last=False))
+
+    def _loader(self, data: _EncodedRows, sampler: RolloutBatchSampler) -> _PromptLoader:
+        loader: DataLoader[Any] = DataLoader(
+            data,
+            batch_sampler=sampler,
+            collate_fn=list,
+            num_workers=self.num_workers,
+            persistent_workers=self.num_workers > 0,
+            # Its own: a loader draws a seed at each start, and from the global one a resumed run would differ.
+            generator=torch.Generator().manual_seed(self.seed),
+        )
+        return _PromptLoader(loader, self._report)
+
+    def _rollouts_done(self) -> int | None:
+        module = self.trainer.lightning_module if self.trainer is not None else None
+        done = getattr(module, "rollouts_done", None)
+        return None if done is None else int(done)
+
+    def _report(self, bad: BadRow) -> None:
+        if self.on_bad_row == "error":
+            raise bad
+        if bad.row_id not in self._bad:
+            self._bad[bad.row_id] = bad.reason
+            warnings.warn(f"skipped {bad}", stacklevel=2)
+
+    def transfer_batch_to_device(self, batch: Sequence[Prompt], device: Any, dataloader_idx: int) -> Sequence[Prompt]:
+        """Prompts stay on the CPU: each work unit moves what it needs when it runs."""
+        return batch

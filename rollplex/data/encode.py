@@ -1,0 +1,256 @@
+"""From a row to a `Prompt`: the processor runs once, and trainer and engine use what it gave.
+
+Shape legend: P prompt tokens.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from rollplex.data.images import open_image
+from rollplex.data.records import Prompt, Sample
+from rollplex.data.video import Video, open_video
+from rollplex.tasks.base import VLMTask
+
+IMAGE, VIDEO = 1, 2
+"""Values of mm_token_type_ids."""
+
+_BREAK = "\u200b"
+_MEDIA = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
+
+
+class BadRow(ValueError):
+    """A row that cannot become a prompt."""
+
+    def __init__(self, row_id: str, reason: str) -> None:
+        super().__init__(row_id, reason)
+        self.row_id = row_id
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"row {self.row_id!r}: {self.reason}"
+
+
+class PromptEncoder:
+    """Turns samples into prompts with one Hugging Face processor.
+
+    Text stays text: whatever a row's text holds, only image and video *parts* become placeholders. A literal special
+    token in a row's text (`<|image_pad|>`, `<|im_end|>`, for some families `<image>`) gets a zero-width space after
+    its first character, so the tokenizer reads it as ordinary text and it cannot open a picture or end the turn.
+    """
+
+    def __init__(
+        self,
+        processor: Any,
+        *,
+        max_prompt_length: int | None = None,
+        min_pixels: int | None = None,
+        max_pixels: int | None = None,
+        video_fps: float = 2.0,
+        video_max_frames: int = 64,
+    ) -> None:
+        """Settings.
+
+        processor: with a chat template (what AutoProcessor gives).
+        max_prompt_length: most tokens of a prompt, expanded vision tokens included; a longer one is a `BadRow`. Nothing
+            is ever cut.
+        min_pixels, max_pixels: smallest and largest area (pixels) of a picture or a video frame after the processor's
+            resize; None keeps the processor's own. The engine gets the same pixels, so this is the only place.
+        video_fps: rate at which video files are decoded, and assumed of frames that come without `fps`.
+        video_max_frames: most frames of a video (see `open_video`).
+        """
+        if getattr(processor, "chat_template", None) is None:
+            raise ValueError(f"{type(processor).__name__} has no chat template: set processor.chat_template")
+        for name, value in (("max_prompt_length", max_prompt_length), ("video_max_frames", video_max_frames)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+        if not video_fps > 0:
+            raise ValueError(f"video_fps={video_fps} must be positive")
+        self.processor = processor
+        self.max_prompt_length = max_prompt_length
+        self.video_fps = video_fps
+        self.video_max_frames = video_max_frames
+        self.merge_size = int(getattr(getattr(processor, "image_processor", None), "merge_size", 1))
+        self._size: dict[str, dict[str, int]] = {}
+        for kind in ("image", "video"):
+            size = _resolve_size(getattr(processor, f"{kind}_processor", None), kind, min_pixels, max_pixels)
+            if size is not None:
+                self._size[kind] = size
+        self._special = _special_pattern(processor)
+
+    def encode(self, task: VLMTask, sample: Sample) -> Prompt:
+        """The prompt of one row, which is not touched. Raises `BadRow`, naming the row, for anything wrong with it."""
+        try:
+            messages, images, videos = self._read(task.messages(sample))
+            return self._finish(sample, messages, images, videos)
+        except (BadRow, MemoryError):
+            raise
+        except Exception as error:
+            # Decoders raise nearly everything (OSError, SyntaxError, struct.error, KeyError of an absent column, ...).
+            reason = str(error) if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {error}"
+            raise BadRow(sample.id, reason) from error
+
+    def _read(self, messages: Any) -> tuple[list[dict[str, Any]], list[Image.Image], list[Video]]:
+        """Messages with text made safe and media taken out, in order. The given messages stay as they are."""
+        if not isinstance(messages, list) or not messages:
+            raise ValueError("messages() must return a list with at least one message")
+        images: list[Image.Image] = []
+        videos: list[Video] = []
+        clean = []
+        for message in messages:
+            content = message["content"]
+            if isinstance(content, str):
+                content = [{"type": "text", "text": content}]
+            parts = []
+            for part in content:
+                kind = part.get("type") if isinstance(part, Mapping) else None
+                if kind == "text":
+                    parts.append({"type": "text", "text": self._as_plain_text(part["text"])})
+                elif kind == "image":
+                    images.append(open_image(part["image"]))
+                    parts.append({"type": "image"})
+                elif kind == "video":
+                    videos.append(self._open_video(part))
+                    parts.append({"type": "video"})
+                else:
+                    raise ValueError(f"unknown part {kind!r} in a message: it must be text, image or video")
+            clean.append({"role": str(message["role"]), "content": parts})
+        return clean, images, videos
+
+    def _open_video(self, part: Mapping[str, Any]) -> Video:
+        return open_video(
+            part["video"], fps=part.get("fps"), default_fps=self.video_fps, max_frames=self.video_max_frames
+        )
+
+    def _as_plain_text(self, text: Any) -> str:
+        if not isinstance(text, str):
+            raise ValueError(f"text must be a string, not {type(text).__name__}")
+        return self._special.sub(lambda match: match[0][0] + _BREAK + match[0][1:], text)
+
+    def _finish(
+        self, sample: Sample, messages: list[dict[str, Any]], images: list[Image.Image], videos: list[Video]
+    ) -> Prompt:
+        text = self.processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        output = self.processor(text=[text], return_tensors="pt", **self._arguments(text, images, videos))
+        ids = output["input_ids"][0].long()
+        types = output.get("mm_token_type_ids")
+        if types is None:
+            types = torch.tensor(self.processor.create_mm_token_type_ids([ids.tolist()]))
+        prompt = Prompt(
+            sample=sample,
+            input_ids=ids,
+            mm_token_type_ids=types[0].long(),
+            # A plain dict: prompts cross process borders (workers, ranks), and a mapping proxy cannot be pickled.
+            media={name: _tensor(output[name]) for name in _MEDIA if name in output},
+            text=text,
+            images=(*images, *(Image.fromarray(video.frames[0]) for video in videos)),
+        )
+        check_placeholders(prompt, merge_size=self.merge_size, images=len(images), videos=len(videos))
+        if self.max_prompt_length is not None and len(prompt) > self.max_prompt_length:
+            vision = int((prompt.mm_token_type_ids > 0).sum())
+            raise BadRow(
+                sample.id,
+                f"the prompt needs {len(prompt)} tokens ({vision} of them vision tokens); "
+                f"max_prompt_length allows {self.max_prompt_length}",
+            )
+        return prompt
+
+    def _arguments(self, text: str, images: list[Image.Image], videos: list[Video]) -> dict[str, Any]:
+        """Keyword arguments of the processor call."""
+        arguments: dict[str, Any] = {}
+        bos = self.processor.tokenizer.bos_token
+        if bos is not None and text.startswith(bos):
+            arguments["text_kwargs"] = {"add_special_tokens": False}
+        if images:
+            arguments["images"] = images
+            if "image" in self._size:
+                arguments["images_kwargs"] = {"size": self._size["image"]}
+        if videos:
+            # Channels first and said so: the processor guesses the layout, wrongly for frames of height 1 or 3.
+            arguments["videos"] = [torch.from_numpy(np.ascontiguousarray(v.frames)).permute(0, 3, 1, 2) for v in videos]
+            arguments["videos_kwargs"] = {
+                "do_sample_frames": False,
+                "input_data_format": "channels_first",
+                "video_metadata": [
+                    {"total_num_frames": len(v.frames), "fps": v.fps, "frames_indices": list(range(len(v.frames)))}
+                    for v in videos
+                ],
+            }
+            if "video" in self._size:
+                arguments["videos_kwargs"]["size"] = self._size["video"]
+        return arguments
+
+
+def check_placeholders(
+    prompt: Prompt, *, merge_size: int, images: int | None = None, videos: int | None = None
+) -> None:
+    """Raise ValueError unless placeholders, grids and pixels of a prompt belong together.
+
+    For each kind: one run of placeholders for each grid, of grid.prod() / merge_size^2 tokens (or, for families that
+    write time stamps between frames, one run for each frame), and pixel rows for every grid cell. So a prompt with
+    image tokens and no pixels is an error, and so are pixels without tokens. images and videos: how many there must
+    be; None when not known.
+    """
+    kinds = (
+        ("image", IMAGE, "pixel_values", "image_grid_thw", images),
+        ("video", VIDEO, "pixel_values_videos", "video_grid_thw", videos),
+    )
+    for kind, code, pixels_name, grid_name, expected in kinds:
+        runs = _runs(prompt.mm_token_type_ids == code)
+        grid = prompt.media.get(grid_name)
+        pixels = prompt.media.get(pixels_name)
+        rows = [] if grid is None else [[int(v) for v in row] for row in grid.tolist()]
+        if (runs or rows) and pixels is None:
+            raise ValueError(f"the prompt has {sum(runs)} {kind} tokens but no {pixels_name}")
+        if expected is not None and len(rows) != expected:
+            raise ValueError(f"{expected} {kind} part(s) gave {len(rows)} grid(s)")
+        whole = [t * h * w // merge_size**2 for t, h, w in rows]
+        by_frame = [h * w // merge_size**2 for t, h, w in rows for _ in range(t)]
+        if runs not in (whole, by_frame):
+            raise ValueError(f"{kind} placeholder runs {runs} do not match {whole}, the sizes of the {kind} grids")
+        cells = sum(t * h * w for t, h, w in rows)
+        if pixels is not None and len(pixels) != cells:
+            raise ValueError(f"{pixels_name} has {len(pixels)} rows; the grids need {cells}")
+
+
+def _runs(mask: torch.Tensor) -> list[int]:
+    """(P,) bool -> lengths of its stretches of True."""
+    values, counts = torch.unique_consecutive(mask, return_counts=True)
+    return [int(count) for value, count in zip(values.tolist(), counts.tolist(), strict=True) if value]
+
+
+def _tensor(value: Any) -> torch.Tensor:
+    tensor = torch.as_tensor(value)
+    return (tensor.float() if tensor.is_floating_point() else tensor.long()).contiguous()
+
+
+def _resolve_size(part: Any, kind: str, min_pixels: int | None, max_pixels: int | None) -> dict[str, int] | None:
+    """The `size` to pass to the image or video processor; None to leave it alone."""
+    if part is None or (min_pixels is None and max_pixels is None):
+        return None
+    size = dict(part.size)
+    low, high = size.get("shortest_edge"), size.get("longest_edge")
+    if not low or not high or not hasattr(part, "merge_size"):
+        raise ValueError(
+            f"min_pixels/max_pixels cannot be set for {type(part).__name__}, whose size is {size}; "
+            "set the size in the checkpoint's processor config"
+        )
+    low, high = min_pixels or low, max_pixels or high
+    if low > high:
+        raise ValueError(f"min_pixels={low} is above max_pixels={high} (for the {kind} processor): set both")
+    return {"shortest_edge": low, "longest_edge": high}
+
+
+def _special_pattern(processor: Any) -> re.Pattern[str]:
+    """Matches every special token that text could spell out."""
+    tokenizer = processor.tokenizer
+    tokens = {*tokenizer.all_special_tokens, *(t.content for t in tokenizer.added_tokens_decoder.values() if t.special)}
+    tokens |= {getattr(processor, f"{kind}_token", None) or "" for kind in ("image", "video", "audio")}
+    longest_first = sorted((token for token in tokens if len(token) > 1), key=lambda token: (-len(token), token))
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")

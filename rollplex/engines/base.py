@@ -1,0 +1,87 @@
+"""The protocol between the rollout lane and whatever generates.
+
+Only the rollout lane's thread calls an engine once it has started. An engine generates one batch of requests
+by repeated `step()` calls and says in between whether its *decode window* is open: every submitted prompt is
+prefilled and rows are still decoding. That is when the train lane may work beside it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from rollplex.data.records import Request, Rollout
+
+if TYPE_CHECKING:
+    from rollplex.models.split_model import SplitModel
+
+
+class WindowState(str, Enum):
+    IDLE = "idle"
+    """Nothing unfinished."""
+    PREFILL = "prefill"
+    """At least one submitted prompt still waits for its prefill."""
+    DECODE = "decode"
+    """All prompts are prefilled, at least one row decodes: the window is open."""
+
+
+@dataclass(frozen=True)
+class EngineContext:
+    """What an engine is started with."""
+
+    model: SplitModel
+    """The trainer's model. An embedded engine reads its tensors in place and must not touch its module state."""
+
+    processor: Any
+    """The transformers processor (tokenizer included)."""
+
+    device: Any
+    """torch.device of the rollout lane."""
+
+
+class RolloutEngine(ABC):
+    """An engine's constructor takes settings only; everything heavy happens in `start`."""
+
+    @abstractmethod
+    def start(self, context: EngineContext) -> None:
+        """Build the engine. Called once, on the rollout lane, after the strategy has placed the model."""
+
+    @abstractmethod
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue requests. Their prompt K/V is computed by later `step` calls, once per group.
+
+        Raises ValueError when a request can never run (too long for the model or the KV budget).
+        """
+
+    @abstractmethod
+    def step(self) -> list[Rollout]:
+        """One iteration (a prefill or one decode token for every running row). Returns what finished in it."""
+
+    @property
+    @abstractmethod
+    def window(self) -> WindowState:
+        """Valid between steps."""
+
+    @abstractmethod
+    def abort(self) -> list[Rollout]:
+        """End every unfinished request now; returns them as they are, finish_reason "abort"."""
+
+    @abstractmethod
+    def publish(self, version: int) -> None:
+        """The trainer's weights changed: take them over, drop caches computed from the old ones, and report
+        `version` on every rollout from now on. Must not be called while requests are unfinished."""
+
+    def release_kv(self) -> int:
+        """Give the KV pool's memory back; returns the bytes freed. Only when idle."""
+        return 0
+
+    def restore_kv(self) -> int:
+        """Take the KV pool's memory again; returns the bytes taken."""
+        return 0
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free everything. Safe to call twice, and after a failed start."""

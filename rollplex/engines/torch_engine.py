@@ -1,0 +1,327 @@
+"""The embedded engine: batched decode on the trainer's own tensors, no second copy of any weight.
+
+A prompt is prefilled once per group, prompts of equal token length together. All running rows decode one token per
+step as one batch; rows retire the step they end, and waiting groups take their slots.
+
+Shape legend: N decoding rows, M rows of one sampling call, U rows of distinct logits, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollplex.data.records import FinishReason, Request, Rollout, SamplingParams
+from rollplex.engines.base import EngineContext, RolloutEngine, WindowState
+from rollplex.engines.decode import Bundle, DecodeStep, Layout, OwnKV, make_layout
+from rollplex.engines.rows import RowTable
+from rollplex.engines.sampling import RuleBook, check_params, sample
+from rollplex.engines.text import Detokenizer
+from rollplex.models.split_model import SplitModel
+
+LOGITS_BYTES = 128 * 1024**2
+"""Largest float32 logits block held at once."""
+
+
+class TorchEngine(RolloutEngine):
+    """Decodes with the trainer's weights in the trainer's process.
+
+    max_num_seqs: rows decoded at once, over all groups. max_prefill_tokens: prompt tokens prefilled in one step (a
+    longer prompt is prefilled alone). The model's vision placeholder tokens are never sampled, whatever a request says.
+    """
+
+    def __init__(self, *, max_num_seqs: int = 256, max_prefill_tokens: int = 8192) -> None:
+        if max_num_seqs < 1 or max_prefill_tokens < 1:
+            raise ValueError(f"{max_num_seqs=} and {max_prefill_tokens=} must be at least 1")
+        self.max_num_seqs = max_num_seqs
+        self.max_prefill_tokens = max_prefill_tokens
+        self.decode_steps = 0
+        """Decode steps since the start."""
+        self.decoded_rows = 0
+        """Rows those steps ran, summed: a response of R tokens costs R-1."""
+        self.prefilled_groups = 0
+        self._context: EngineContext | None = None
+        self._model: SplitModel | None = None
+        self._own = OwnKV()
+        self._clear()
+
+    def _clear(self) -> None:
+        self._waiting: deque[list[Request]] = deque()
+        self._bundles: list[Bundle] = []
+        self._admissible: deque[tuple[Bundle, int, Request]] = deque()
+        self._rows = RowTable()
+        self._rules = RuleBook((), 0, torch.device("cpu"))
+        self._layout: Layout | None = None
+        self._seen: dict[int, Tensor] = {}
+
+    # ---- protocol ----
+
+    def start(self, context: EngineContext) -> None:
+        assert self._model is None, "the engine was started already"
+        self._detokenizer = Detokenizer(getattr(context.processor, "tokenizer", context.processor))
+        self._model = context.model.alias()
+        self._context = context
+        self._version = context.model.version
+        text_config: Any = getattr(self._model.config, "text_config", self._model.config)
+        self._limit = int(text_config.max_position_embeddings)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        model = self._started
+        vocabulary = model.head_weight.shape[0]
+        if self.window is WindowState.IDLE:
+            self._rules = RuleBook(model.banned_token_ids, vocabulary, model.device)
+        checked: set[SamplingParams] = set()
+        groups: dict[tuple[int, int], list[Request]] = {}
+        for r in requests:
+            if r.params not in checked:
+                check_params(r.params, vocabulary)
+                checked.add(r.params)
+            row = r.prompt.sample.id
+            if not len(r.prompt):
+                raise ValueError(f"row {row!r}: the prompt has no tokens")
+            if len(r.prompt) + r.params.max_tokens > self._limit:
+                raise ValueError(
+                    f"row {row!r}: {len(r.prompt)} prompt tokens + max_tokens {r.params.max_tokens} exceed the model's "
+                    f"context of {self._limit} (max_position_embeddings): lower max_completion_length, shorten the "
+                    "prompt or use smaller images"
+                )
+            groups.setdefault((r.group, id(r.prompt)), []).append(r)
+        self._waiting.extend(groups.values())
+
+    @torch.no_grad()  # not inference_mode: its tensors could not be used by the trainer's graph
+    def step(self) -> list[Rollout]:
+        finished = self._admit()
+        if self._fits():
+            self._prefill()
+            finished += self._admit()
+        elif self._rows.n:
+            finished += self._decode()
+        return finished
+
+    @property
+    def window(self) -> WindowState:
+        if self._waiting:
+            return WindowState.PREFILL
+        return WindowState.DECODE if self._rows.n or self._admissible else WindowState.IDLE
+
+    def abort(self) -> list[Rollout]:
+        rollouts = [self._rollout(slot, "abort") for slot in range(self._rows.n)]
+        unborn = [r for _, _, r in self._admissible] + [r for group in self._waiting for r in group]
+        nothing = torch.zeros(0, dtype=torch.int64)
+        rollouts += [
+            Rollout(r.group, r.index, nothing.clone(), nothing.float(), "", "abort", self._version) for r in unborn
+        ]
+        self._clear()
+        return rollouts
+
+    def publish(self, version: int) -> None:
+        assert self.window is WindowState.IDLE, "weights may change only between rollouts"
+        model, source = self._started, self._source
+        if not model.shares_storage_with(source):
+            model.bind(source)
+        self._version = model.version = version
+
+    def release_kv(self) -> int:
+        assert self.window is WindowState.IDLE, "K/V may be released only between rollouts"
+        return self._own.release()
+
+    def restore_kv(self) -> int:
+        return self._own.restore()
+
+    def close(self) -> None:
+        self._clear()
+        self._own = OwnKV()
+        self._model = self._context = None
+
+    @property
+    def prompt_kv_bytes(self) -> int:
+        """Bytes of the prompts' K/V held now."""
+        return sum(b.nbytes for b in self._bundles)
+
+    @property
+    def _started(self) -> SplitModel:
+        assert self._model is not None, "the engine is not started, or closed"
+        return self._model
+
+    @property
+    def _source(self) -> SplitModel:
+        assert self._context is not None
+        return self._context.model
+
+    @property
+    def _device(self) -> torch.device:
+        return self._started.device
+
+    # ---- prefill ----
+
+    def _fits(self) -> bool:
+        """A group is prefilled when all its rows (at most max_num_seqs) can start."""
+        free = self.max_num_seqs - self._rows.n - len(self._admissible)
+        return bool(self._waiting) and free >= min(len(self._waiting[0]), self.max_num_seqs)
+
+    def _prefill(self) -> None:
+        """The first waiting group and all of its prompt's length that fit slots and token budget, in one pass."""
+        free = self.max_num_seqs - self._rows.n - len(self._admissible)
+        tokens = len(self._waiting[0][0].prompt)
+        chosen: list[list[Request]] = []
+        left: deque[list[Request]] = deque()
+        for group in self._waiting:
+            small = (len(chosen) + 1) * tokens <= self.max_prefill_tokens and len(group) <= free
+            if len(group[0].prompt) == tokens and (small or not chosen):
+                chosen.append(group)
+                free -= len(group)
+            else:
+                left.append(group)
+        bundle = Bundle(self._started.prefix([g[0].prompt for g in chosen], grad=False), chosen)
+        self._waiting = left
+        self._bundles.append(bundle)
+        self._admissible.extend((bundle, g, r) for g, group in enumerate(chosen) for r in group)
+        self.prefilled_groups += len(chosen)
+
+    def _admit(self) -> list[Rollout]:
+        """Give free slots to rows whose prompt is prefilled; their first token comes from the prompt itself."""
+        free = self.max_num_seqs - self._rows.n
+        finished: list[Rollout] = []
+        while self._admissible and free > 0:
+            bundle = self._admissible[0][0]
+            taken: list[tuple[int, Request]] = []
+            while self._admissible and free > 0 and self._admissible[0][0] is bundle:
+                _, group, request = self._admissible.popleft()
+                taken.append((group, request))
+                free -= 1
+            finished += self._first_tokens(bundle, [g for g, _ in taken], [r for _, r in taken])
+        return finished
+
+    def _first_tokens(self, bundle: Bundle, groups: list[int], requests: list[Request]) -> list[Rollout]:
+        rules = [self._rules.index(r.params) for r in requests]
+        start = bundle.next_position_B[groups]
+        slots = self._rows.admit(requests, start, rules, self._bundles.index(bundle), groups)
+        for slot, request in zip(slots.tolist(), requests, strict=True):
+            if request.params.repetition_penalty != 1:
+                self._seen[slot] = self._prompt_tokens(request)
+        self._layout = None
+        unique, index = np.unique(groups, return_inverse=True)
+        logits_UV = self._logits(bundle.last_hidden_BH[torch.from_numpy(unique).to(self._device)])
+        index_M = torch.from_numpy(index).to(self._device)
+        return self._sample(slots, lambda chunk: logits_UV[index_M[chunk]])
+
+    # ---- decode ----
+
+    def _decode(self) -> list[Rollout]:
+        rows, model, device = self._rows, self._started, self._device
+        n = rows.n
+        if self._layout is None:
+            self._layout = make_layout(self._bundles, rows.bundle[:n], rows.group[:n], device)
+        written_N = rows.length[:n] - 1
+        kv = self._bundles[0].kv
+        longest = int(rows.limit[:n].max()) - 1
+        self._own.ensure(len(kv), n, int(written_N.max()) + 1, self.max_num_seqs, longest, kv[0][0])
+        state = DecodeStep(self._layout, self._own, written_N, device)
+        ids_N1 = torch.from_numpy(rows.last_ids()).to(device).unsqueeze(1)
+        position_N1 = torch.from_numpy(rows.start[:n] + written_N).to(device).unsqueeze(1)
+        hidden_NH = model.run_text(model.embed(ids_N1), position_N1.expand(3, n, 1), state)[:, 0]
+        self.decode_steps += 1
+        self.decoded_rows += n
+        return self._sample(np.arange(n), lambda chunk: self._logits(hidden_NH[chunk]))
+
+    def _logits(self, hidden_UH: Tensor) -> Tensor:
+        return torch.nn.functional.linear(hidden_UH, self._started.head_weight).float()
+
+    def _sample(self, slots: np.ndarray, logits_of: Callable[[Any], Tensor]) -> list[Rollout]:
+        """One token for each of `slots` (`logits_of` gives the logits of a part of them); returns what ended."""
+        rows = self._rows
+        vocabulary = self._started.head_weight.shape[0]
+        width = max(1, LOGITS_BYTES // (4 * vocabulary))
+        ids_M, logps_M = np.empty(len(slots), np.int64), np.empty(len(slots), np.float32)
+        for rule in np.unique(rows.rule[slots]).tolist():
+            mine = np.flatnonzero(rows.rule[slots] == rule)
+            for first in range(0, len(mine), width):
+                chunk = mine[first : first + width]
+                part = slots[chunk]
+                everything = len(chunk) == len(slots)
+                logits_MV = logits_of(slice(None) if everything else torch.from_numpy(chunk).to(self._device))
+                seen = self._seen_of(part, rule)
+                ids, logps = sample(logits_MV, self._rules[rule], rows.seed[part], rows.length[part], seen)
+                ids_M[chunk], logps_M[chunk] = ids.cpu().numpy(), logps.cpu().numpy()
+        if not np.isfinite(logps_M).all():
+            slot = int(slots[np.flatnonzero(~np.isfinite(logps_M))[0]])
+            raise FloatingPointError(
+                f"row {rows.requests[slot].prompt.sample.id!r}: the model's logits are not finite at response token "
+                f"{int(rows.length[slot])} (weights version {self._version})"
+            )
+        rows.append(slots, ids_M, logps_M)
+        for i, slot in enumerate(slots.tolist() if self._seen else ()):
+            if slot in self._seen:
+                self._seen[slot][ids_M[i]] = True
+        return self._retire(slots, ids_M)
+
+    # ---- the end of a row ----
+
+    def _retire(self, slots: np.ndarray, ids_M: np.ndarray) -> list[Rollout]:
+        rows = self._rows
+        stopped = np.zeros(len(slots), dtype=bool)
+        for rule in np.unique(rows.rule[slots]).tolist():
+            mine = rows.rule[slots] == rule
+            stopped[mine] = self._rules[rule].stops_V[ids_M[mine]]
+            if self._rules[rule].params.stop:
+                for i in np.flatnonzero(mine & ~stopped).tolist():
+                    row = rows.ids[slots[i], : rows.length[slots[i]]]
+                    stopped[i] = self._detokenizer.completes(row.tolist(), self._rules[rule].params.stop)
+        ended = stopped | (rows.length[slots] >= rows.limit[slots])
+        if not ended.any():
+            return []
+        gone = slots[ended]
+        bundles = rows.bundle[gone]
+        finished = [
+            self._rollout(int(s), "stop" if stop else "length") for s, stop in zip(gone, stopped[ended], strict=True)
+        ]
+        for bundle, group in zip(bundles.tolist(), rows.group[gone].tolist(), strict=True):
+            self._bundles[bundle].unfinished_B[group] -= 1
+        holes, movers = rows.retire(np.sort(gone))
+        self._own.move(holes, movers, int(rows.length[: rows.n].max(initial=1)) - 1)
+        if self._seen:
+            for slot in gone.tolist():
+                self._seen.pop(slot, None)
+            for hole, mover in zip(holes.tolist(), movers.tolist(), strict=True):
+                if mover in self._seen:
+                    self._seen[hole] = self._seen.pop(mover)
+        self._drop_finished_groups(bundles)
+        return finished
+
+    def _rollout(self, slot: int, reason: FinishReason) -> Rollout:
+        rows = self._rows
+        ids = rows.ids[slot, : rows.length[slot]].tolist()
+        if reason == "stop" and self._rules[rows.rule[slot]].stops_V[ids[-1]]:
+            ids = ids[:-1]
+        return rows.rollout(slot, self._detokenizer.decode(ids), reason, self._version)
+
+    def _drop_finished_groups(self, bundles: np.ndarray) -> None:
+        rows = self._rows
+        self._layout = None
+        for index in sorted(set(bundles.tolist()), reverse=True):
+            bundle = self._bundles[index]
+            if not bundle.unfinished_B.any():
+                del self._bundles[index]
+                rows.bundle[rows.bundle > index] -= 1
+                continue
+            moved = bundle.shrink()
+            if moved is not None:
+                mine = np.flatnonzero(rows.bundle[: rows.n] == index)
+                rows.group[mine] = moved[rows.group[mine]]
+                self._admissible = deque((b, int(moved[g]) if b is bundle else g, r) for b, g, r in self._admissible)
+
+    def _prompt_tokens(self, request: Request) -> Tensor:
+        """(V,) bool: the tokens of the request's prompt, for the repetition penalty."""
+        seen_V = torch.zeros(self._started.head_weight.shape[0], dtype=torch.bool)
+        seen_V[request.prompt.input_ids] = True
+        return seen_V.to(self._device)
+
+    def _seen_of(self, slots: np.ndarray, rule: int) -> Tensor | None:
+        if self._rules[rule].params.repetition_penalty == 1:
+            return None
+        return torch.stack([self._seen[slot] for slot in slots.tolist()])

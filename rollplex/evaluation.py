@@ -1,0 +1,77 @@
+"""Evaluation rollouts and their metrics."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from rollplex.data.records import Group, Prompt, Request, Rollout, SamplingParams
+from rollplex.metrics import pass_at_k
+from rollplex.rewards.runner import RewardRunner
+from rollplex.step import request_seed
+from rollplex.tasks.base import VLMTask
+
+EVALUATION = -1
+"""Stands in the seed where training puts its step: evaluation samples the same way whenever it runs."""
+
+
+def rollout_groups(
+    colocation: Any, prompts: Sequence[Prompt], sampling: SamplingParams, rewards: RewardRunner, *, seed: int
+) -> list[Group]:
+    """Generate `rewards.num_generations` responses per prompt and score them. Seeds follow the row's id."""
+    n = rewards.num_generations
+    requests = [
+        Request(g, i, prompt, sampling, request_seed(seed, EVALUATION, _number(prompt.sample.id), i))
+        for g, prompt in enumerate(prompts)
+        for i in range(n)
+    ]
+    done: dict[tuple[int, int], Rollout] = {}
+
+    def collect(rollout: Rollout) -> None:
+        done[rollout.key] = rollout
+
+    colocation.generate(requests, collect)
+    groups = []
+    for g, prompt in enumerate(prompts):
+        rollouts = tuple(done[g, i] for i in range(n))
+        result = rewards.score(prompt.sample, rollouts)
+        groups.append(Group(g, prompt, rollouts, result.rewards, result.components))
+    return groups
+
+
+def _number(name: str) -> int:
+    """Of a row id; Python's own hash changes from run to run."""
+    number = 0
+    for byte in name.encode():
+        number = (number * 257 + byte + 1) & (2**63 - 1)
+    return number
+
+
+def evaluation_metrics(groups: Sequence[Group], task: VLMTask) -> dict[str, tuple[float, int]]:
+    """name -> (mean over this batch, how many things it is a mean of), so that batches average right."""
+    out: dict[str, tuple[float, int]] = {}
+    if not groups:
+        return out
+
+    def put(name: str, values: Sequence[float]) -> None:
+        values = [v for v in values if not math.isnan(v)]
+        if values:
+            out[name] = (sum(values) / len(values), len(values))
+
+    put("reward", torch.cat([g.rewards for g in groups]).tolist())
+    for name in sorted({name for g in groups for name in g.components}):
+        put(f"reward/{name}", [v for g in groups if name in g.components for v in g.components[name].tolist()])
+    rollouts = [r for g in groups for r in g.rollouts]
+    put("completion_length", [float(len(r)) for r in rollouts])
+    put("completions_truncated", [float(r.finish_reason == "length") for r in rollouts])
+    verdicts = [[task.correct(g.prompt.sample, r) for r in g.rollouts] for g in groups]
+    judged = [[bool(v) for v in row if v is not None] for row in verdicts if any(v is not None for v in row)]
+    put("accuracy", [float(v) for row in judged for v in row])
+    k = 1
+    while k <= len(groups[0].rollouts) and len(groups[0].rollouts) > 1:
+        put(f"pass@{k}", [pass_at_k(len(row), sum(row), k) for row in judged if len(row) >= k])
+        k *= 2
+    return out

@@ -1,0 +1,193 @@
+"""The rollout lane: one thread that owns every call of the engine.
+
+Commands go in through a queue and are applied between engine steps; events come out through another one, which the
+executor on the train lane reads. No other thread touches the engine, so engines need no locks.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rollplex.data.records import Request, Rollout
+from rollplex.engines.base import EngineContext, RolloutEngine, WindowState
+from rollplex.timeline import ROLLOUT_LANE, Timeline
+
+
+class EngineError(RuntimeError):
+    """The engine raised; the cause is chained."""
+
+
+@dataclass(frozen=True)
+class WindowOpened:
+    """Every prompt is prefilled, rows are decoding."""
+
+
+@dataclass(frozen=True)
+class WindowClosed:
+    """A prefill came back, or nothing is left to decode."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    rollout: Rollout
+
+
+@dataclass(frozen=True)
+class Drained:
+    """Everything submitted is finished or aborted."""
+
+
+@dataclass(frozen=True)
+class Failed:
+    error: BaseException
+
+
+Event = WindowOpened | WindowClosed | Finished | Drained | Failed
+
+
+class RolloutLane:
+    """Start it, submit, read events, close it. A lane that failed stays up only to be closed."""
+
+    def __init__(self, engine: RolloutEngine, timeline: Timeline, *, threads: int | None = None) -> None:
+        self.engine = engine
+        self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._timeline = timeline
+        self._threads = threads
+        self._commands: queue.SimpleQueue[tuple[Callable[[RolloutEngine], Any], Future[Any]] | None]
+        self._commands = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._window_open = False
+        self._busy = False
+        self._failed: BaseException | None = None
+
+    # ---- called from the train lane ----
+
+    def start(self, context: EngineContext) -> None:
+        """Start the thread and the engine in it; returns when the engine is ready."""
+        assert self._thread is None, "the rollout lane is already running"
+        self._thread = threading.Thread(target=self._run, name="rollplex-rollout", daemon=True)
+        self._thread.start()
+        try:
+            self.call(lambda engine: engine.start(context))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def running(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def call(self, command: Callable[[RolloutEngine], Any]) -> Any:
+        """Run `command(engine)` on the lane between two steps; returns its result or raises its error."""
+        return self.post(command).result()
+
+    def post(self, command: Callable[[RolloutEngine], Any]) -> Future[Any]:
+        """As `call`, without waiting."""
+        if not self.running:
+            raise EngineError("the rollout lane is not running")
+        if self._failed is not None:
+            raise EngineError(f"the engine failed before: {self._failed!r}") from self._failed
+        future: Future[Any] = Future()
+        self._commands.put((command, future))
+        return future
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Hand requests over; the engine's refusal (ValueError) is raised here."""
+        self.call(lambda engine: engine.submit(requests))
+
+    def abort(self) -> None:
+        """End what is unfinished; the responses so far come as `Finished` events, then `Drained`."""
+        if self.running and self._failed is None:
+            self.call(self._abort)
+
+    def drain_events(self) -> None:
+        """Forget events of an aborted rollout."""
+        while not self.events.empty():
+            self.events.get_nowait()
+
+    def close(self) -> None:
+        """Stop the thread and the engine. Safe to call twice, and after a failure."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        self._commands.put(None)
+        thread.join()
+
+    # ---- on the lane's own thread ----
+
+    def _abort(self, engine: RolloutEngine) -> None:
+        for rollout in engine.abort():
+            self.events.put(Finished(rollout))
+        self._settle(engine)
+
+    def _run(self) -> None:
+        if self._threads is not None:
+            # A thread's first parallel region would inherit the count set last anywhere in the process.
+            torch.set_num_threads(self._threads)
+        try:
+            while self._apply_commands():
+                if self._busy and self._failed is None:
+                    self._step()
+        finally:
+            self.engine.close()
+
+    def _apply_commands(self) -> bool:
+        """Apply what waits; when there is nothing to step, wait for more. False: stop."""
+        while True:
+            try:
+                item = self._commands.get(block=not self._busy or self._failed is not None)
+            except queue.Empty:
+                return True
+            if item is None:
+                return False
+            command, future = item
+            try:
+                future.set_result(command(self.engine))
+            except BaseException as error:
+                future.set_exception(error)
+            self._busy = self.engine_busy()
+            if self._busy:
+                return True
+
+    def engine_busy(self) -> bool:
+        try:
+            return self.engine.window is not WindowState.IDLE
+        except BaseException:
+            return False
+
+    def _step(self) -> None:
+        before = self.engine.window
+        start = time.perf_counter()
+        try:
+            finished = self.engine.step()
+            after = self.engine.window
+        except BaseException as error:
+            self._failed = error
+            self.events.put(Failed(error))
+            return
+        self._timeline.add(ROLLOUT_LANE, before.value, start, time.perf_counter())
+        for rollout in finished:
+            self.events.put(Finished(rollout))
+        self._announce(after)
+        if after is WindowState.IDLE:
+            self._settle(self.engine)
+
+    def _announce(self, window: WindowState) -> None:
+        is_open = window is WindowState.DECODE
+        if is_open != self._window_open:
+            self._window_open = is_open
+            self.events.put(WindowOpened() if is_open else WindowClosed())
+
+    def _settle(self, engine: RolloutEngine) -> None:
+        self._announce(engine.window)
+        if self._busy:
+            self._busy = False
+            self.events.put(Drained())

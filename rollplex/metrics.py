@@ -1,0 +1,155 @@
+"""The metrics table: every scalar that Rollplex logs, with its unit and meaning, and how a step's are computed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from rollplex.timeline import PHASES, ROLLOUT_LANE, TRAIN_LANE, Timeline
+
+if TYPE_CHECKING:
+    from rollplex.step import GRPOStep
+
+METRICS: dict[str, tuple[str, str]] = {
+    "loss": ("", "objective per its own normaliser, summed over the step's updates' mini-batches"),
+    "reward": ("", "mean total reward over responses that have one"),
+    "reward_std": ("", "mean over groups of the reward's standard deviation within the group"),
+    "reward/{name}": ("", "mean of one named reward over responses that have it"),
+    "rewards_missing": ("responses", "responses without a reward (None, NaN, raised, late)"),
+    "rewards_missing/{reason}": ("responses", "those of one reason: none, nan, raised, timeout, bad_type"),
+    "groups_without_spread": ("fraction", "groups whose rewards are all equal: they give no policy gradient"),
+    "advantage_abs": ("", "mean absolute advantage over kept responses"),
+    "completion_length": ("tokens", "mean response length"),
+    "completion_length_max": ("tokens", "longest response"),
+    "completions_truncated": ("fraction", "responses cut at max_completion_length"),
+    "prompt_length": ("tokens", "mean prompt length, vision tokens included"),
+    "kl": ("nats", "mean per-token estimate of KL(policy || reference); 0 without a reference"),
+    "entropy": ("nats", "mean per-token entropy of the policy"),
+    "clip_low": ("fraction", "tokens whose ratio is below 1 - epsilon at a negative advantage"),
+    "clip_high": ("fraction", "tokens whose ratio is above 1 + epsilon_high at a positive advantage"),
+    "ratio_max": ("", "largest ratio of current to rollout probability"),
+    "ratio_min": ("", "smallest ratio of current to rollout probability"),
+    "mismatch_abs": ("nats", "mean |trainer - engine| log-probability at the rollout's weights"),
+    "mismatch_max": ("nats", "largest |trainer - engine| log-probability"),
+    "mismatch_kl": ("nats", "mean per-token estimate of KL(engine || trainer)"),
+    "importance_weight": ("", "mean importance-sampling weight over kept tokens"),
+    "importance_capped": ("fraction", "tokens whose importance weight was truncated or masked"),
+    "grad_norm": ("", "gradient norm before clipping, last update of the step"),
+    "lr": ("", "learning rate of the last update"),
+    "rows_skipped": ("rows", "bad rows left out so far"),
+    "updates": ("steps", "optimizer steps so far"),
+    "time/step": ("s", "wall-clock of the step, without data loading"),
+    "time/{phase}": ("s", "time in one phase: rollout, score, train, update, publish"),
+    "time/hidden": ("s", "train-lane unit time that ran inside the rollout phase"),
+    "tokens_per_second": ("tokens/s", "sampled response tokens per second of the step"),
+    "rollout_tokens_per_second": ("tokens/s", "sampled response tokens per second of the rollout phase"),
+    "val/reward": ("", "mean total reward on the validation split"),
+    "val/reward/{name}": ("", "mean of one named reward on the validation split"),
+    "val/accuracy": ("fraction", "responses that the task calls correct"),
+    "val/pass@{k}": ("fraction", "unbiased chance that one of k responses is correct (arXiv 2107.03374)"),
+    "val/completion_length": ("tokens", "mean response length"),
+    "val/completions_truncated": ("fraction", "responses cut at their limit"),
+}
+"""name -> (unit, meaning). `{...}` stands for what differs by run. test/ has the same names as val/."""
+
+
+def step_metrics(step: GRPOStep) -> dict[str, float]:
+    """What a finished step says about itself; NaN-free (a mean over nothing is left out)."""
+    out: dict[str, float] = {}
+    groups = [step.groups[g] for g in sorted(step.groups)]
+    rollouts = [r for group in groups for r in group.rollouts]
+    rewards = torch.cat([g.rewards for g in groups])
+    out["reward"] = _nanmean(rewards)
+    advantages = [step.advantages(g) for g in range(len(groups))]
+    rows = [(a, step._row(g)) for g, a in enumerate(advantages)]
+    out["reward_std"] = _mean(float(a.std_B[r]) for a, r in rows)
+    out["groups_without_spread"] = _mean(float(a.zero_variance_B[r]) for a, r in rows)
+    out["advantage_abs"] = _mean(float(x) for a, r in rows for x in a.advantages_BG[r][a.valid_BG[r]].abs())
+    for name in sorted({name for g in groups for name in g.components}):
+        out[f"reward/{name}"] = _nanmean(torch.cat([g.components[name] for g in groups if name in g.components]))
+    out["rewards_missing"] = float(torch.isnan(rewards).sum())
+    for reason in sorted({f.reason for f in step.failures}):
+        out[f"rewards_missing/{reason}"] = float(sum(f.reason == reason for f in step.failures))
+    lengths = [float(len(r)) for r in rollouts]
+    out["completion_length"], out["completion_length_max"] = _mean(lengths), max(lengths)
+    out["completions_truncated"] = _mean(float(r.finish_reason == "length") for r in rollouts)
+    out["prompt_length"] = _mean(float(len(p)) for p in step.prompts)
+    out.update(_loss_metrics(step))
+    return {k: v for k, v in out.items() if math.isfinite(v)}
+
+
+def _loss_metrics(step: GRPOStep) -> dict[str, float]:
+    totals = [step.totals[u] for u in sorted(step.totals)]
+    out = {"loss": _mean(t.loss / step.normalizer(u) for u, t in zip(sorted(step.totals), totals, strict=True))}
+    sums = [t.sums for t in totals if t.sums is not None]
+    tokens = max(sum(float(s.tokens) for s in sums), 1.0)
+    for name in ("kl", "entropy", "clip_low", "clip_high"):
+        out[name] = sum(float(getattr(s, name)) for s in sums) / tokens
+    out["ratio_max"] = max((float(s.ratio_max) for s in sums), default=math.nan)
+    out["ratio_min"] = min((float(s.ratio_min) for s in sums), default=math.nan)
+    mismatch = [t.mismatch for t in totals if t.mismatch is not None]
+    out["mismatch_abs"] = sum(float(m.abs_diff) for m in mismatch) / tokens
+    out["mismatch_kl"] = sum(float(m.kl) for m in mismatch) / tokens
+    out["mismatch_max"] = max((float(m.abs_diff_max) for m in mismatch), default=math.nan)
+    weights = [t.weights for t in totals if t.weights is not None]
+    if step.settings.importance_sampling_mode is not None:
+        out["importance_weight"] = sum(float(w.weight) for w in weights) / tokens
+        out["importance_capped"] = sum(float(w.capped) for w in weights) / tokens
+    return out
+
+
+def time_metrics(timeline: Timeline, seconds: float, tokens: int) -> dict[str, float]:
+    """From the step's spans: seconds per phase, hidden work, throughput."""
+    out = {"time/step": seconds, "tokens_per_second": tokens / seconds if seconds > 0 else 0.0}
+    for span in timeline.spans():
+        if span.lane == PHASES:
+            out[f"time/{span.name}"] = out.get(f"time/{span.name}", 0.0) + span.seconds
+        elif span.lane == TRAIN_LANE and span.arguments.get("hidden"):
+            out["time/hidden"] = out.get("time/hidden", 0.0) + span.seconds
+    rollout = timeline.seconds(ROLLOUT_LANE)
+    if rollout > 0:
+        out["rollout_tokens_per_second"] = tokens / rollout
+    return out
+
+
+def pass_at_k(samples: int, correct: int, k: int) -> float:
+    """1 - C(n-c, k) / C(n, k): chance that k of n samples hold a correct one (Chen et al., arXiv 2107.03374)."""
+    if not 1 <= k <= samples:
+        raise ValueError(f"pass@{k} needs at least {k} samples per prompt, got {samples}")
+    return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
+
+
+def metrics_table() -> str:
+    """The table as Markdown, for the docs."""
+    rows = [f"| `{name}` | {unit or '-'} | {meaning} |" for name, (unit, meaning) in METRICS.items()]
+    return "\n".join(["| metric | unit | meaning |", "|---|---|---|", *rows])
+
+
+def known(name: str) -> bool:
+    """Whether the table has this name."""
+    name = name.replace("test/", "val/", 1) if name.startswith("test/") else name
+    return name in METRICS or any(_matches(pattern, name) for pattern in METRICS if "{" in pattern)
+
+
+def _matches(pattern: str, name: str) -> bool:
+    head, _, tail = pattern.partition("{")
+    tail = tail.partition("}")[2]
+    return name.startswith(head) and name.endswith(tail) and len(name) > len(head) + len(tail)
+
+
+def _mean(values: Iterable[float]) -> float:
+    values = list(values)
+    return sum(values) / len(values) if values else math.nan
+
+
+def _nanmean(values: torch.Tensor) -> float:
+    values = values[~torch.isnan(values)]
+    return float(values.mean()) if values.numel() else math.nan
+
+
+def check_names(values: Mapping[str, float]) -> None:
+    unknown = [name for name in values if not known(name)]
+    assert not unknown, f"metrics without an entry in METRICS: {unknown}"

@@ -1,0 +1,64 @@
+"""Qwen2.5-VL (arXiv 2502.13923): window-attention vision tower, 2x2 patch merger, M-RoPE text model.
+
+Shape legend: B prompts, P prompt tokens, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rollplex.data.records import Prompt
+from rollplex.models.attention import STATE_KEYWORD
+from rollplex.models.prefix import RecordPrefix
+from rollplex.models.split_model import Part, SplitModel
+
+
+class Qwen2_5VL(SplitModel):
+    model_type = "qwen2_5_vl"
+
+    @property
+    def language_model(self) -> nn.Module:
+        return self.hf.model.language_model
+
+    def part(self, name: Part) -> list[nn.Module]:
+        visual = self.hf.model.visual
+        return {
+            "vision_tower": [visual.patch_embed, visual.blocks],
+            "projector": [visual.merger],
+            "language_model": [self.hf.model.language_model, self.hf.lm_head],
+        }[name]
+
+    @property
+    def banned_token_ids(self) -> tuple[int, ...]:
+        c = self.config
+        return (c.image_token_id, c.video_token_id, c.vision_start_token_id, c.vision_end_token_id)
+
+    def positions(self, prompts: Sequence[Prompt]) -> tuple[Tensor, Tensor]:
+        ids_BP, types_BP, media = stack_prompts(prompts)
+        grids = {k: media.get(k) for k in ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")}
+        positions_3BP, _ = self.hf.model.get_rope_index(ids_BP, mm_token_type_ids=types_BP, **grids)
+        # The first response token stands one past the largest position of any axis (a picture's positions may
+        # exceed, or fall short of, its token count).
+        return positions_3BP, positions_3BP.amax(dim=(0, 2)) + 1
+
+    def prefix_hidden(self, prompts: Sequence[Prompt], positions: Tensor, state: RecordPrefix) -> Tensor:
+        ids_BP, _, media = stack_prompts(prompts)
+        inputs: dict[str, Any] = {k: v.to(self.device) for k, v in media.items() if k != "second_per_grid_ts"}
+        out = self.hf.model(
+            input_ids=ids_BP.to(self.device), position_ids=positions, use_cache=False, **inputs,
+            **{STATE_KEYWORD: state},
+        )  # fmt: skip
+        return out.last_hidden_state
+
+
+def stack_prompts(prompts: Sequence[Prompt]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """(B, P) ids, (B, P) token types, and media tensors concatenated in prompt order."""
+    ids_BP = torch.stack([p.input_ids for p in prompts])
+    types_BP = torch.stack([p.mm_token_type_ids for p in prompts])
+    names = {name for p in prompts for name in p.media}
+    media = {name: torch.cat([p.media[name] for p in prompts if name in p.media]) for name in sorted(names)}
+    return ids_BP, types_BP, media

@@ -1,0 +1,53 @@
+"""From a transformers folder to a SplitModel."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
+
+from rollplex.models.qwen2_5_vl import Qwen2_5VL
+from rollplex.models.split_model import SplitModel
+
+FAMILIES: dict[str, type[SplitModel]] = {family.model_type: family for family in (Qwen2_5VL,)}
+"""transformers' config.model_type -> the family's split passes."""
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def family_of(model_type: str) -> type[SplitModel]:
+    if model_type not in FAMILIES:
+        raise ValueError(
+            f"model_type={model_type!r} has no exact prefix/suffix split in Rollplex; supported: {', '.join(FAMILIES)}"
+        )
+    return FAMILIES[model_type]
+
+
+def check_folder(path: str) -> None:
+    """A readable message before anything slow, instead of a failed download."""
+    if not (Path(path) / "config.json").is_file():
+        raise ValueError(
+            f"model={path!r} is not a folder with a transformers model (no config.json there). Give the folder that "
+            "save_pretrained or a download wrote; a tiny one comes from `python -m rollplex.models.tiny --out DIR`"
+        )
+
+
+def load_hf(path: str, dtype: str) -> Any:
+    """The transformers model on the CPU, in training mode."""
+    check_folder(path)
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype={dtype!r} is unknown; set one of {', '.join(DTYPES)}")
+    family_of(AutoConfig.from_pretrained(path).model_type)
+    return AutoModelForImageTextToText.from_pretrained(path, dtype=DTYPES[dtype]).train()
+
+
+def load_processor(path: str) -> Any:
+    check_folder(path)
+    return AutoProcessor.from_pretrained(path)
+
+
+def split(hf: Any, **options: Any) -> SplitModel:
+    """Wrap a transformers model in its family's passes."""
+    return family_of(hf.config.model_type)(hf, **options)

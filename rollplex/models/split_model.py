@@ -1,0 +1,243 @@
+"""A vision-language model whose every pass is split into prefix (vision tower + prompt) and suffix (responses).
+
+`SplitModel` wraps a transformers model and owns the two passes; a family file says where that family keeps its parts
+and how its positions run. The prefix is computed once per bundle: B prompts of *equal token length*, so that nothing
+is ever padded on the left or masked. All G responses of each prompt read it.
+
+Shape legend: B prompts of a bundle, P prompt tokens, G responses per prompt, N = B*G rows, R response tokens
+(right-padded), T = R-1 suffix inputs, H hidden size, V vocabulary, M valid response tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from rollplex.data.records import Prompt
+from rollplex.models.attention import ATTENTION_NAME, STATE_KEYWORD
+from rollplex.models.logprobs import linear_logps
+from rollplex.models.prefix import PrefixState, ReadPrefix, RecordPrefix
+
+Part = Literal["vision_tower", "projector", "language_model"]
+
+
+@dataclass(frozen=True)
+class SuffixOutput:
+    """Per-token results of a suffix pass, padded positions 0."""
+
+    logps_NR: Tensor
+    entropy_NR: Tensor
+    mask_NR: Tensor
+    """True for tokens that exist and lie in the policy's support (a banned token that came anyway is left out)."""
+
+
+class SplitModel(ABC):
+    """Holds the transformers model by reference; it is no module itself, so nothing is registered twice."""
+
+    model_type: str = ""
+
+    def __init__(
+        self,
+        hf: nn.Module,
+        *,
+        share_kv: bool = True,
+        prefix_checkpointing: bool = False,
+        suffix_checkpointing: bool = False,
+    ) -> None:
+        self.hf: Any = hf
+        self.config = hf.config
+        self.share_kv = share_kv
+        self.prefix_checkpointing = prefix_checkpointing
+        self.suffix_checkpointing = suffix_checkpointing
+        self.version = 0
+        self._refuse_dropout()
+        self.hf.set_attn_implementation({"text_config": ATTENTION_NAME})
+
+    # ---- what a family says ----
+
+    @property
+    @abstractmethod
+    def language_model(self) -> nn.Module:
+        """The text model: embeddings in, last hidden states out."""
+
+    @abstractmethod
+    def part(self, name: Part) -> list[nn.Module]:
+        """The modules of one part; the three parts cover all parameters."""
+
+    @abstractmethod
+    def positions(self, prompts: Sequence[Prompt]) -> tuple[Tensor, Tensor]:
+        """(3, B, P) int64 positions and (B,) int64 first response positions, on the CPU."""
+
+    @abstractmethod
+    def prefix_hidden(self, prompts: Sequence[Prompt], positions: Tensor, state: RecordPrefix) -> Tensor:
+        """Run vision tower and prompt; returns last hidden states (B, P, H)."""
+
+    @property
+    @abstractmethod
+    def banned_token_ids(self) -> tuple[int, ...]:
+        """Tokens that stand for vision input; they are outside the policy's support."""
+
+    # ---- shared by all families ----
+
+    @property
+    def device(self) -> torch.device:
+        return self.head_weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.head_weight.dtype
+
+    @property
+    def head_weight(self) -> Tensor:
+        return self.hf.get_output_embeddings().weight
+
+    def banned_mask(self) -> Tensor:
+        mask = torch.zeros(self.head_weight.shape[0], dtype=torch.bool, device=self.device)
+        mask[list(self.banned_token_ids)] = True
+        return mask
+
+    def _refuse_dropout(self) -> None:
+        for where in (self.config, getattr(self.config, "text_config", None), getattr(self.config, "vision_config", None)):
+            for name, value in (where.to_dict() if where is not None else {}).items():
+                if name.endswith("dropout") and isinstance(value, float) and value > 0:
+                    raise ValueError(
+                        f"{name}={value} in the model's config: with dropout the rollout and the update see different "
+                        f"policies, so the ratio is not 1 at the first step. Set {name}=0.0"
+                    )
+
+    def freeze(self, parts: Sequence[Part]) -> None:
+        """Turn gradients off for whole parts, on for the others."""
+        for name in ("vision_tower", "projector", "language_model"):
+            for module in self.part(name):
+                module.requires_grad_(name not in parts)
+
+    def prefix(self, prompts: Sequence[Prompt], *, grad: bool) -> PrefixState:
+        """One prefix pass over a bundle. With `grad`, the graph is kept for `PrefixState.backward`."""
+        lengths = {len(p) for p in prompts}
+        assert len(lengths) == 1, f"a bundle's prompts must have one length, got {sorted(lengths)}"
+        positions, next_position_B = self.positions(prompts)
+        state = RecordPrefix()
+        with torch.set_grad_enabled(grad), self._checkpointing(grad and self.prefix_checkpointing, vision=True):
+            hidden_BPH = self.prefix_hidden(prompts, positions.to(self.device), state)
+            live = [t for layer in sorted(state.kv) for t in state.kv[layer]]
+            live.append(hidden_BPH[:, -1])
+        return PrefixState(live=live, next_position_B=next_position_B.to(self.device), version=self.version)
+
+    def suffix(
+        self, prefix: PrefixState, ids_NR: Tensor, lengths_N: Tensor, *, temperature: float, grad: bool
+    ) -> SuffixOutput:
+        """Log-probabilities of N = B*G responses (rows of a prompt adjacent) given their bundle's prefix.
+
+        ids_NR int64 right-padded with any valid id; lengths_N int64, 0 allowed. Gradients stop at the prefix's leaves.
+        """
+        prefix.check_version(self.version)
+        n, r = ids_NR.shape
+        ids_NR, lengths_N = ids_NR.to(self.device), lengths_N.to(self.device)
+        banned_V = self.banned_mask()
+        mask_NR = (torch.arange(r, device=self.device) < lengths_N[:, None]) & ~banned_V[ids_NR]
+        with torch.set_grad_enabled(grad), self._checkpointing(grad and self.suffix_checkpointing, vision=False):
+            hidden_NRH = prefix.last_hidden_BH.repeat_interleave(n // prefix.batch, dim=0).unsqueeze(1)
+            if r > 1:
+                own_NTH = self._suffix_hidden(prefix, ids_NR[:, : r - 1])
+                hidden_NRH = torch.cat([hidden_NRH, own_NTH], dim=1)
+            hidden_MH, target_M = hidden_NRH[mask_NR], ids_NR[mask_NR]
+            logps_M, entropy_M = linear_logps(
+                hidden_MH, self.head_weight, target_M, temperature=temperature, banned_V=banned_V
+            )
+            zeros_NR = torch.zeros(n, r, dtype=logps_M.dtype, device=self.device)
+            logps_NR = zeros_NR.masked_scatter(mask_NR, logps_M)
+            entropy_NR = zeros_NR.masked_scatter(mask_NR, entropy_M)
+        return SuffixOutput(logps_NR=logps_NR, entropy_NR=entropy_NR, mask_NR=mask_NR)
+
+    def _suffix_hidden(self, prefix: PrefixState, ids_NT: Tensor) -> Tensor:
+        n, t = ids_NT.shape
+        start_N = prefix.next_position_B.repeat_interleave(n // prefix.batch)
+        position_NT = start_N[:, None] + torch.arange(t, device=self.device)
+        state = ReadPrefix(prefix.kv(), shared=self.share_kv)
+        return self.run_text(self.embed(ids_NT), position_NT.expand(3, n, t), state)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return self.hf.get_input_embeddings()(ids)
+
+    def run_text(self, embeds_NTH: Tensor, positions_3NT: Tensor, state: Any) -> Tensor:
+        """The text model over embeddings with explicit positions; `state` decides what attention does."""
+        out = self.language_model(
+            inputs_embeds=embeds_NTH, position_ids=positions_3NT, use_cache=False, **{STATE_KEYWORD: state}
+        )
+        return out.last_hidden_state
+
+    # ---- activation checkpointing, per pass ----
+
+    def _checkpointing(self, enabled: bool, *, vision: bool) -> _Checkpointing:
+        parts: tuple[Part, ...] = ("language_model", "vision_tower") if vision else ("language_model",)
+        return _Checkpointing([m for p in parts for m in self.part(p)], enabled)
+
+    # ---- a second module tree on the same tensors ----
+
+    def alias(self) -> SplitModel:
+        """A module tree of its own whose parameters are this model's tensors: no second copy of any weight.
+
+        The engine decodes on it in another thread: training flags, checkpointing flags and rope state are not shared.
+        """
+        config = copy.deepcopy(self.config)
+        with torch.device("meta"):
+            hf = type(self.hf)(config)
+        twin = type(self).__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        twin.hf, twin.config = hf.eval(), config
+        twin.hf.set_attn_implementation({"text_config": ATTENTION_NAME})
+        twin.prefix_checkpointing = twin.suffix_checkpointing = False
+        twin.bind(self)
+        return twin
+
+    def bind(self, source: SplitModel) -> None:
+        """(Re-)point every parameter at `source`'s storage; needed again whenever the trainer re-allocates one."""
+        own_modules = dict(self.hf.named_modules())
+        for name, module in source.hf.named_modules():
+            target = own_modules[name]
+            for key, parameter in module._parameters.items():
+                if parameter is not None:
+                    target._parameters[key] = nn.Parameter(parameter.detach(), requires_grad=False)
+            for key, buffer in module._buffers.items():
+                if buffer is not None:
+                    target._buffers[key] = buffer.detach().clone()
+        self.version = source.version
+
+    def shares_storage_with(self, source: SplitModel) -> bool:
+        """True when every parameter still lies at the source's address."""
+        theirs = dict(source.hf.named_parameters(remove_duplicate=False))
+        mine = dict(self.hf.named_parameters(remove_duplicate=False))
+        return all(mine[name].data_ptr() == p.data_ptr() for name, p in theirs.items())
+
+
+class _Checkpointing:
+    """Sets transformers' per-layer checkpointing flags for one pass and puts them back."""
+
+    def __init__(self, roots: Sequence[nn.Module], enabled: bool) -> None:
+        self.layers = [m for m in _modules(roots) if hasattr(m, "gradient_checkpointing")]
+        self.enabled = enabled
+
+    def __enter__(self) -> None:
+        self.before = [(m.gradient_checkpointing, m.training) for m in self.layers]
+        for m in self.layers:
+            m.gradient_checkpointing = self.enabled
+            m._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+            if self.enabled:
+                m.training = True  # transformers checkpoints only modules in training mode
+
+    def __exit__(self, *exc: object) -> None:
+        for m, (flag, training) in zip(self.layers, self.before, strict=True):
+            m.gradient_checkpointing, m.training = flag, training
+
+
+def _modules(roots: Sequence[nn.Module]) -> Iterator[nn.Module]:
+    for root in roots:
+        yield from root.modules()

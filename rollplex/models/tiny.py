@@ -1,0 +1,351 @@
+"""Tiny vision-language models built locally, for the quickstart and the tests: nothing is downloaded.
+
+Everything is the real thing, only small: the transformers model class of the family, its real processor (image and
+video), and a byte-level tokenizer with the family's special tokens and chat format. A folder written here loads with
+plain `AutoModelForImageTextToText.from_pretrained` and `AutoProcessor.from_pretrained`, and with vLLM.
+
+Command line: `python -m rollplex.models.tiny --out models/tiny-digits`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+MARKER = "rollplex_tiny.json"
+PATCH, MERGE, TEMPORAL_PATCH = 14, 2, 2
+HEAD_DIMS = (32, 64)
+SPECIAL_TOKENS = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|vision_pad|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
+TOKEN_IDS = {token: 256 + i for i, token in enumerate(SPECIAL_TOKENS)}
+VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
+
+# Qwen's chat format. Unlike the published template it adds no default system message: at one token per byte the
+# prompt would be three times as long.
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+{{- '<|im_start|>' + message['role'] + '\n' -}}
+{%- if message['content'] is string -%}
+{{- message['content'] -}}
+{%- else -%}
+{%- for part in message['content'] -%}
+{%- if part['type'] == 'image' -%}
+{{- '<|vision_start|><|image_pad|><|vision_end|>' -}}
+{%- elif part['type'] == 'video' -%}
+{{- '<|vision_start|><|video_pad|><|vision_end|>' -}}
+{%- elif part['type'] == 'text' -%}
+{{- part['text'] -}}
+{%- endif -%}
+{%- endfor -%}
+{%- endif -%}
+{{- '<|im_end|>\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{- '<|im_start|>assistant\n' -}}
+{%- endif -%}
+"""
+
+
+@dataclass(frozen=True)
+class TinySettings:
+    """Everything that decides what a tiny model is; two equal settings give two equal folders."""
+
+    family: str = "qwen2_5_vl"
+    """A key of `FAMILIES`."""
+
+    seed: int = 0
+    hidden_size: int = 128
+    """Width of the text model. hidden_size / heads must be 32 or 64 (vLLM's CPU kernels take no less)."""
+
+    layers: int = 2
+    heads: int = 4
+    kv_heads: int = 2
+    intermediate_size: int = 384
+    vision_hidden: int = 128
+    vision_depth: int = 2
+    """The last block sees the whole picture, the others windows of 112 pixels."""
+
+    vision_heads: int = 4
+    vision_intermediate: int = 256
+    tie_word_embeddings: bool = True
+    attention_dropout: float = 0.0
+    min_pixels: int = 4 * 28 * 28
+    """Smallest picture (in pixels) the processor keeps; smaller ones are enlarged. Frames of videos too."""
+
+    max_pixels: int = 1280 * 28 * 28
+    init_std: float | None = None
+    """None: for learning (see `_init_for_learning`). A number: every matrix is drawn with this standard deviation and
+    no bias or norm is left at a neutral value, so no gradient is zero or hidden by construction (parity tests: 0.1)."""
+
+    def __post_init__(self) -> None:
+        if self.family not in FAMILIES:
+            raise ValueError(f"unknown tiny family {self.family!r}; known: {', '.join(sorted(FAMILIES))}")
+        if self.hidden_size % self.heads or self.hidden_size // self.heads not in HEAD_DIMS:
+            raise ValueError(
+                f"hidden_size={self.hidden_size} with heads={self.heads} gives a head size of "
+                f"{self.hidden_size / self.heads:g}; it must be one of {HEAD_DIMS} (set hidden_size = heads * 32)"
+            )
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads={self.heads} must be a multiple of kv_heads={self.kv_heads}")
+        if self.vision_hidden % (4 * self.vision_heads):
+            raise ValueError(
+                f"vision_hidden={self.vision_hidden} must be a multiple of 4 * vision_heads={4 * self.vision_heads}: "
+                "two-dimensional rotary positions need a head size divisible by 4"
+            )
+
+    @property
+    def mrope_section(self) -> list[int]:
+        """Frequencies given to time, height and width; they sum to half of the head size."""
+        half = self.hidden_size // self.heads // 2
+        time = half // 4
+        height = (half - time) // 2
+        return [time, height, half - time - height]
+
+    def digest(self) -> str:
+        """Hash of the settings and of what this file writes besides them."""
+        what = [asdict(self), CHAT_TEMPLATE, SPECIAL_TOKENS, "format 1"]
+        return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Family:
+    """How one family is made small."""
+
+    config: Callable[[TinySettings], Any]
+    """The transformers config of the settings."""
+
+    model_class: Callable[[], type[Any]]
+    processor: Callable[[TinySettings], Any]
+
+
+def _qwen2_5_vl_config(settings: TinySettings) -> Any:
+    from transformers import Qwen2_5_VLConfig
+
+    return Qwen2_5_VLConfig(
+        text_config={
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": settings.hidden_size,
+            "intermediate_size": settings.intermediate_size,
+            "num_hidden_layers": settings.layers,
+            "num_attention_heads": settings.heads,
+            "num_key_value_heads": settings.kv_heads,
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-6,
+            "attention_dropout": settings.attention_dropout,
+            "tie_word_embeddings": settings.tie_word_embeddings,
+            "bos_token_id": None,
+            "eos_token_id": TOKEN_IDS["<|im_end|>"],
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10_000.0,
+                "mrope_section": settings.mrope_section,
+            },
+        },
+        vision_config={
+            "depth": settings.vision_depth,
+            "hidden_size": settings.vision_hidden,
+            "intermediate_size": settings.vision_intermediate,
+            "num_heads": settings.vision_heads,
+            "out_hidden_size": settings.hidden_size,
+            "patch_size": PATCH,
+            "spatial_merge_size": MERGE,
+            "temporal_patch_size": TEMPORAL_PATCH,
+            "tokens_per_second": 2,
+            "window_size": 112,
+            "fullatt_block_indexes": [settings.vision_depth - 1],
+        },
+        image_token_id=TOKEN_IDS["<|image_pad|>"],
+        video_token_id=TOKEN_IDS["<|video_pad|>"],
+        vision_start_token_id=TOKEN_IDS["<|vision_start|>"],
+        vision_end_token_id=TOKEN_IDS["<|vision_end|>"],
+        tie_word_embeddings=settings.tie_word_embeddings,
+    )
+
+
+def _qwen2_5_vl_class() -> type[Any]:
+    from transformers import Qwen2_5_VLForConditionalGeneration
+
+    return Qwen2_5_VLForConditionalGeneration
+
+
+def _qwen2_5_vl_processor(settings: TinySettings) -> Any:
+    from transformers import Qwen2_5_VLProcessor, Qwen2VLImageProcessor, Qwen2VLVideoProcessor
+
+    size = {"shortest_edge": settings.min_pixels, "longest_edge": settings.max_pixels}
+    shape = {"patch_size": PATCH, "merge_size": MERGE, "temporal_patch_size": TEMPORAL_PATCH}
+    return Qwen2_5_VLProcessor(
+        image_processor=Qwen2VLImageProcessor(size=size, **shape),
+        # cap_pixels_per_frame: set, because its default is announced to change.
+        video_processor=Qwen2VLVideoProcessor(size=size, cap_pixels_per_frame=False, **shape),
+        tokenizer=byte_tokenizer(),
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+FAMILIES: dict[str, Family] = {
+    "qwen2_5_vl": Family(_qwen2_5_vl_config, _qwen2_5_vl_class, _qwen2_5_vl_processor),
+}
+
+
+def byte_tokenizer() -> Any:
+    """A byte-level tokenizer: token b is byte b, 256.. are `SPECIAL_TOKENS`. Any string round-trips."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    # The byte-level pre-tokenizer shows printable bytes as themselves and the others as characters from 256 on.
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    hidden = [byte for byte in range(256) if byte not in printable]
+    vocab = {chr(b if b in printable else 256 + hidden.index(b)): b for b in range(256)}
+    core = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        extra_special_tokens=[t for t in SPECIAL_TOKENS if t not in ("<|im_end|>", "<|endoftext|>")],
+        clean_up_tokenization_spaces=False,
+        model_max_length=4096,
+        padding_side="left",
+    )
+
+
+def tiny_config(**settings: Any) -> Any:
+    """The transformers config of a tiny model; keyword arguments are the fields of `TinySettings`."""
+    chosen = TinySettings(**settings)
+    return FAMILIES[chosen.family].config(chosen)
+
+
+def build_tiny_in_memory(**settings: Any) -> tuple[Any, Any]:
+    """A tiny float32 model (in train mode) and its processor, nothing written.
+
+    Keyword arguments are the fields of `TinySettings`. The same settings always give the same weights; global random
+    states are left as they were.
+    """
+    chosen = TinySettings(**settings)
+    return _build(chosen)
+
+
+def build_tiny(out_dir: str | Path, **settings: Any) -> Path:
+    """Write a tiny model and its processor to `out_dir` and return the folder.
+
+    Keyword arguments are the fields of `TinySettings`. A folder that holds the same settings already is kept as it is;
+    an older tiny model is replaced in one rename; any other folder is an error. An interrupted build leaves nothing.
+    """
+    chosen = TinySettings(**settings)
+    out = Path(out_dir)
+    if out.exists():
+        if _digest_of(out) == chosen.digest():
+            return out
+        if _digest_of(out) is None and any(out.iterdir()):
+            raise FileExistsError(f"{out} exists and was not written by rollplex.models.tiny: choose another folder")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    model, processor = _build(chosen)
+    work = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    try:
+        work.chmod(0o755)
+        model.save_pretrained(work)
+        processor.save_pretrained(work)
+        marker = {"digest": chosen.digest(), "settings": asdict(chosen)}
+        (work / MARKER).write_text(json.dumps(marker, indent=1) + "\n")
+        if out.exists():
+            shutil.rmtree(out)
+        work.rename(out)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return out
+
+
+def _digest_of(folder: Path) -> str | None:
+    try:
+        return str(json.loads((folder / MARKER).read_text())["digest"])
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _build(settings: TinySettings) -> tuple[Any, Any]:
+    family = FAMILIES[settings.family]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)
+        model = family.model_class()(family.config(settings)).float()
+    generator = torch.Generator().manual_seed(settings.seed)
+    if settings.init_std is None:
+        _init_for_learning(model, generator)
+    else:
+        _init_for_parity(model, settings.init_std, generator)
+    end = TOKEN_IDS["<|im_end|>"]
+    model.generation_config.eos_token_id = end
+    model.generation_config.pad_token_id = TOKEN_IDS["<|endoftext|>"]
+    return model.train(), family.processor(settings)
+
+
+@torch.no_grad()
+def _init_for_learning(model: nn.Module, generator: torch.Generator) -> None:
+    """Matrices keep the scale of what passes through (variance 1 / fan-in); biases 0, norms 1.
+
+    Token embeddings are small, so with tied embeddings a fresh model samples nearly uniformly: every answer is tried.
+    """
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.ndim >= 2:
+                fan_in = math.prod(parameter.shape[1:])
+                std = 0.02 if isinstance(module, nn.Embedding) else fan_in**-0.5
+                parameter.normal_(0.0, std, generator=generator)
+            else:
+                parameter.fill_(0.0 if name == "bias" else 1.0)
+    _retie(model, 0.02, generator)
+
+
+@torch.no_grad()
+def _init_for_parity(model: nn.Module, std: float, generator: torch.Generator) -> None:
+    for name, parameter in model.named_parameters():
+        centre = 1.0 if parameter.ndim == 1 and not name.endswith("bias") else 0.0
+        parameter.normal_(0.0, std, generator=generator).add_(centre)
+
+
+def _retie(model: nn.Module, std: float, generator: torch.Generator) -> None:
+    """The output head starts as small as the embeddings, tied or not (tied: it is the same parameter)."""
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    head.weight.normal_(0.0, std, generator=generator)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Command line: `--out FOLDER` and one option for each field of `TinySettings`."""
+    parser = argparse.ArgumentParser(prog="python -m rollplex.models.tiny", description="Build a tiny local model.")
+    parser.add_argument("--out", required=True, help="folder to write; kept when it holds the same model already")
+    for field in fields(TinySettings):
+        name = "--" + field.name.replace("_", "-")
+        if isinstance(field.default, bool):
+            parser.add_argument(name, action=argparse.BooleanOptionalAction, default=field.default)
+        else:
+            kind = float if field.name in ("init_std", "attention_dropout") else type(field.default)
+            parser.add_argument(name, type=kind, default=field.default)
+    options = vars(parser.parse_args(arguments))
+    out = Path(options.pop("out"))
+    kept = _digest_of(out) == TinySettings(**options).digest()
+    build_tiny(out, **options)
+    print(f"{out}: {'already there' if kept else 'written'}")
+
+
+if __name__ == "__main__":
+    main()

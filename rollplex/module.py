@@ -1,0 +1,340 @@
+"""GRPO as a LightningModule: settings, one training step, evaluation. The work itself lives in `step.py`.
+
+Users rarely subclass this; a new task is a `VLMTask`.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import LightningModule
+from transformers import get_scheduler
+
+from rollplex.checks import check_settings
+from rollplex.data.records import Group, Prompt, SamplingParams
+from rollplex.evaluation import evaluation_metrics, rollout_groups
+from rollplex.grpo.advantages import ScaleRewards
+from rollplex.grpo.importance import ImportanceMode
+from rollplex.grpo.losses import ImportanceLevel, KLEstimator, LossSettings, LossType
+from rollplex.metrics import check_names, step_metrics, time_metrics
+from rollplex.models.registry import load_hf, load_processor, split
+from rollplex.models.split_model import Part, SplitModel
+from rollplex.rewards.runner import RewardRunner
+from rollplex.step import GRPOStep, StepSettings
+
+SchedulerType = Literal["constant", "constant_with_warmup", "linear", "cosine"]
+
+
+class GRPOModule(LightningModule):
+    """Synchronous on-policy GRPO (arXiv 2402.03300) for a vision-language model.
+
+    One `training_step` is one rollout batch: generate, score, one or more optimizer steps, publish.
+
+    Args:
+        model: Folder of a transformers model with its processor.
+        num_generations: Responses per prompt (G).
+        max_completion_length: Most tokens of a response, end token included.
+        temperature: Of sampling; the policy that is trained is the one at this temperature.
+        top_p: Nucleus sampling in the engine; 1 is off. The trainer's log-probs do not know of truncation: with
+            top_p, top_k, min_p or repetition_penalty set, use `importance_sampling_mode`.
+        top_k: 0 is off.
+        min_p: 0 is off.
+        repetition_penalty: 1 is off.
+        stop: Strings that end a response, besides the end token.
+        beta: Weight of the KL term to the initial model; 0 holds no reference model.
+        kl_estimator: k1, k2 or k3.
+        epsilon: Lower clip range.
+        epsilon_high: Upper clip range; None is `epsilon`.
+        delta: Upper bound of the ratio at negative advantages; None is off.
+        loss_type: How token losses are averaged.
+        importance_sampling_level: Ratio per token, or per sequence (GSPO).
+        scale_rewards: Divide advantages by the standard deviation of the group, the batch, or not.
+        entropy_coef: Weight of the entropy bonus.
+        mask_truncated_completions: Leave responses without an end token out of the loss.
+        num_iterations: Passes over each rollout batch.
+        num_mini_batches: Optimizer steps per pass; groups are never split.
+        importance_sampling_mode: Correction of the engine-trainer mismatch; None is off.
+        importance_sampling_cap: Its bound.
+        reward_weights: Weight of each named reward; None weighs all by 1.
+        reward_timeout: Seconds one reward call may take; a late one counts as missing.
+        reward_workers: Processes for rewards; 0 calls them in this process.
+        learning_rate: Of AdamW.
+        weight_decay: Of AdamW, on matrices.
+        adam_beta1: Of AdamW.
+        adam_beta2: Of AdamW.
+        lr_scheduler_type: transformers' schedule, over optimizer steps.
+        warmup_steps: Optimizer steps of linear warm-up.
+        lr_decay_steps: Optimizer steps after which "linear" and "cosine" reach 0.
+        max_grad_norm: Gradient norm is clipped to this; None is off.
+        freeze: Parts that are not trained.
+        dtype: Of the parameters.
+        prefix_checkpointing: Recompute prefix activations in backward.
+        suffix_checkpointing: Recompute suffix activations in backward.
+        prompts_per_pass: Prompts of equal length that share a prefix pass.
+        responses_per_pass: Responses of each prompt in one suffix pass; None takes all.
+        eval_num_generations: Responses per prompt in validation and test; above 1 gives pass@k.
+        eval_temperature: 0 is greedy.
+        seed: Of sampling. Data order has its own (the data module's).
+    """
+
+    def __init__(
+        self,
+        model: str,
+        num_generations: int = 8,
+        max_completion_length: int = 256,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        stop: list[str] | None = None,
+        beta: float = 0.0,
+        kl_estimator: KLEstimator = "k3",
+        epsilon: float = 0.2,
+        epsilon_high: float | None = None,
+        delta: float | None = None,
+        loss_type: LossType = "dapo",
+        importance_sampling_level: ImportanceLevel = "token",
+        scale_rewards: ScaleRewards = "group",
+        entropy_coef: float = 0.0,
+        mask_truncated_completions: bool = False,
+        num_iterations: int = 1,
+        num_mini_batches: int = 1,
+        importance_sampling_mode: ImportanceMode | None = None,
+        importance_sampling_cap: float = 3.0,
+        reward_weights: dict[str, float] | None = None,
+        reward_timeout: float | None = 60.0,
+        reward_workers: int = 0,
+        learning_rate: float = 1e-6,
+        weight_decay: float = 0.0,
+        adam_beta1: float = 0.9,
+        adam_beta2: float = 0.999,
+        lr_scheduler_type: SchedulerType = "constant",
+        warmup_steps: int = 0,
+        lr_decay_steps: int | None = None,
+        max_grad_norm: float | None = 1.0,
+        freeze: list[Part] | None = None,
+        dtype: Literal["float32", "bfloat16"] = "float32",
+        prefix_checkpointing: bool = False,
+        suffix_checkpointing: bool = False,
+        prompts_per_pass: int = 1,
+        responses_per_pass: int | None = None,
+        eval_num_generations: int = 1,
+        eval_temperature: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        check_settings(self.hparams)
+        self.automatic_optimization = False
+        self.loss_settings = LossSettings(
+            beta=beta, kl_estimator=kl_estimator, epsilon=epsilon, epsilon_high=epsilon_high, delta=delta,
+            loss_type=loss_type, importance_sampling_level=importance_sampling_level, entropy_coef=entropy_coef,
+            max_completion_length=max_completion_length,
+        )  # fmt: skip
+        self.rollouts_done = 0
+        """Rollout batches trained on; keys data order and sampling, and is part of the checkpoint."""
+        self.updates_in_step = 0
+        """Optimizer steps already taken of the rollout batch in progress; above 0 the weights are between batches."""
+        self.policy: Any = None
+        self.actor: SplitModel
+        self.reference: SplitModel | None = None
+        self._processor: Any = None
+        self._reference_print: list[float] | None = None
+
+    # ---- set-up ----
+
+    @property
+    def processor(self) -> Any:
+        """The transformers processor of the model folder."""
+        if self._processor is None:
+            self._processor = load_processor(self.hparams["model"])
+        return self._processor
+
+    def configure_model(self) -> None:
+        if self.policy is not None:
+            return
+        h = self.hparams
+        options = {k: h[k] for k in ("prefix_checkpointing", "suffix_checkpointing")}
+        self.policy = load_hf(h["model"], h["dtype"])
+        self.actor = split(self.policy, **options)
+        self.actor.freeze(h["freeze"] or [])
+        if h["beta"] > 0:
+            self.reference = split(copy.deepcopy(self.policy).requires_grad_(False).eval())
+            self._reference_print = [float(p.detach().double().sum()) for p in self.policy.parameters()]
+
+    def place(self, device: torch.device) -> None:
+        """Called by the strategy: the reference is no submodule, so that it stays out of checkpoints."""
+        if self.reference is not None:
+            self.reference.hf.to(device)
+
+    def setup(self, stage: str) -> None:
+        task = getattr(getattr(self.trainer, "datamodule", None), "task", None)
+        if task is None:
+            raise ValueError("GRPOModule needs a VLMDataModule: pass datamodule=VLMDataModule(task=...) to the trainer")
+        h = self.hparams
+        self.task = task
+        self._runners = {
+            n: RewardRunner(
+                task, num_generations=n, timeout=h["reward_timeout"], workers=h["reward_workers"],
+                reward_weights=h["reward_weights"],
+            )
+            for n in {h["num_generations"] if stage == "fit" else h["eval_num_generations"], h["eval_num_generations"]}
+        }  # fmt: skip
+
+    def teardown(self, stage: str) -> None:
+        for runner in getattr(self, "_runners", {}).values():
+            runner.close()
+
+    def sampling(self, *, evaluate: bool = False) -> SamplingParams:
+        """How responses are sampled; everything is set, so a checkpoint's generation_config has no say."""
+        h = self.hparams
+        neutral = dict(top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0, temperature=h["eval_temperature"])
+        chosen = {k: h[k] for k in neutral}
+        return SamplingParams(
+            max_tokens=h["max_completion_length"],
+            stop=tuple(h["stop"] or ()),
+            stop_token_ids=(self.processor.tokenizer.eos_token_id,),
+            banned_token_ids=self.actor.banned_token_ids,
+            **(neutral if evaluate else chosen),
+        )
+
+    def configure_optimizers(self) -> Any:
+        h = self.hparams
+        trained = [p for p in self.policy.parameters() if p.requires_grad]
+        groups = [
+            {"params": [p for p in trained if p.ndim >= 2], "weight_decay": h["weight_decay"]},
+            {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=h["learning_rate"], betas=(h["adam_beta1"], h["adam_beta2"]))
+        scheduler = get_scheduler(h["lr_scheduler_type"], optimizer, h["warmup_steps"], h["lr_decay_steps"])
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    # ---- training ----
+
+    def new_step(self, prompts: list[Prompt]) -> GRPOStep:
+        h = self.hparams
+        settings = StepSettings(
+            sampling=self.sampling(), loss=self.loss_settings,
+            **{k: h[k] for k in (
+                "num_generations", "scale_rewards", "mask_truncated_completions", "num_iterations",
+                "num_mini_batches", "prompts_per_pass", "responses_per_pass", "importance_sampling_mode",
+                "importance_sampling_cap",
+            )},
+        )  # fmt: skip
+        return GRPOStep(self.actor, self.reference, self._runners[h["num_generations"]], prompts, settings)
+
+    def training_step(self, batch: list[Prompt], batch_idx: int) -> dict[str, Any] | None:
+        """One rollout batch. Returns {"loss", "groups", "metrics"} for callbacks' on_train_batch_end."""
+        self.updates_in_step = 0
+        if not batch:  # every row was bad; the data module has counted and named them
+            self.rollouts_done += 1
+            return None
+        colocation = self.colocation
+        colocation.timeline.clear()
+        start = time.perf_counter()
+        step = self.new_step(batch)
+        self.zero_grad(set_to_none=True)
+        colocation.rollout(step.requests(seed=self.hparams["seed"], step=self.rollouts_done), step.units(0), step.collect)
+        metrics: dict[str, float] = {}
+        for update in range(step.num_updates):
+            if update > 0:
+                colocation.executor.train(step.units(update))
+            metrics.update(self._update(step, update))
+        colocation.publish()
+        self.rollouts_done += 1
+        self.updates_in_step = 0
+        groups = [step.groups[g] for g in sorted(step.groups)]
+        tokens = sum(len(r) for group in groups for r in group.rollouts)
+        metrics |= step_metrics(step) | time_metrics(colocation.timeline, time.perf_counter() - start, tokens)
+        metrics["rows_skipped"] = float(len(getattr(self.trainer.datamodule, "bad_rows", ())))
+        check_names(metrics)
+        for name, value in metrics.items():
+            self.log(name, value, batch_size=len(batch), prog_bar=name in ("reward", "tokens_per_second"))
+        return {"loss": torch.tensor(metrics.get("loss", 0.0)), "groups": groups, "metrics": metrics}
+
+    def _update(self, step: GRPOStep, update: int) -> dict[str, float]:
+        """UPDATE: one rescale of the summed gradient, clipping, optimizer step, schedule."""
+        self.colocation.executor.enter_update()
+        optimizer: Any = self.optimizers()
+        parameters = [p for p in self.policy.parameters() if p.grad is not None]
+        norm = torch.zeros(())
+        if step.anything_kept(update):
+            scale = 1.0 / step.normalizer(update)
+            torch._foreach_mul_([p.grad for p in parameters], scale)
+            limit = self.hparams["max_grad_norm"]
+            norm = torch.nn.utils.clip_grad_norm_(parameters, limit if limit is not None else float("inf"))
+            if not torch.isfinite(norm):
+                raise RuntimeError(f"the gradient norm is {float(norm)} at update {self.trainer.global_step}; weights kept")
+        else:
+            # Nothing to learn from: without gradients the optimizer moves nothing, and the step still counts.
+            self.zero_grad(set_to_none=True)
+        lr = float(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        self.lr_schedulers().step()  # type: ignore[union-attr]
+        self.actor.version += 1
+        self.updates_in_step += 1
+        return {"grad_norm": float(norm), "lr": lr, "updates": float(self.trainer.global_step)}
+
+    @property
+    def colocation(self) -> Any:
+        """The strategy's engine and lanes."""
+        colocation = getattr(self.trainer.strategy, "colocation", None)
+        if colocation is None:
+            raise ValueError(
+                f"trainer.strategy={type(self.trainer.strategy).__name__} has no rollout engine; set strategy: rollplex"
+            )
+        return colocation
+
+    # ---- evaluation ----
+
+    def evaluate(self, prompts: list[Prompt]) -> list[Group]:
+        """Rollouts and rewards of evaluation prompts, `eval_num_generations` each."""
+        if not prompts:
+            return []
+        n = self.hparams["eval_num_generations"]
+        return rollout_groups(
+            self.colocation, prompts, self.sampling(evaluate=True), self._runners[n], seed=self.hparams["seed"]
+        )
+
+    def validation_step(self, batch: list[Prompt], batch_idx: int) -> list[Group]:
+        return self._evaluation_step(batch, "val/")
+
+    def test_step(self, batch: list[Prompt], batch_idx: int) -> list[Group]:
+        return self._evaluation_step(batch, "test/")
+
+    def predict_step(self, batch: list[Prompt], batch_idx: int) -> list[Group]:
+        return self.evaluate(batch)
+
+    def _evaluation_step(self, batch: list[Prompt], prefix: str) -> list[Group]:
+        groups = self.evaluate(batch)
+        for name, (value, weight) in evaluation_metrics(groups, self.task).items():
+            check_names({prefix + name: value})
+            bar = name in ("reward", "accuracy")
+            self.log(prefix + name, value, on_epoch=True, batch_size=weight, prog_bar=bar, sync_dist=True)
+        return groups
+
+    # ---- checkpoints ----
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["rollplex"] = {
+            "rollouts_done": self.rollouts_done,
+            "weights_version": self.actor.version,
+            "reference_print": self._reference_print,
+        }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint.get("rollplex")
+        if state is None:
+            raise ValueError("this checkpoint was not written by Rollplex; start from a model folder instead")
+        self.rollouts_done = state["rollouts_done"]
+        self.actor.version = state["weights_version"]
+        if self.reference is not None and state["reference_print"] not in (None, self._reference_print):
+            raise ValueError(
+                f"the reference model in model={self.hparams['model']!r} is not the one this run started from: its "
+                "weights have changed. Put the original folder back, or start a new run"
+            )

@@ -1,0 +1,136 @@
+"""A reward worker: a spawned process that scores one response after another, and its handle in the trainer.
+
+Messages are plain pickles sent as bytes. (`Connection.send` would move tensors through shared-memory files, which
+leak when a worker is killed.)
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from rollplex.rewards.outcome import Outcome, TimeLimit, call_reward, describe
+
+GRACE = 5.0
+"""Seconds past the time limit after which the kernel ends a worker whose parent did not."""
+
+
+def worker_main(conn: Connection, task_bytes: bytes, timeout: float | None) -> None:
+    """Body of the process. It ends when the pipe closes or the parent is gone."""
+    # Ctrl-C and a scheduler's SIGTERM reach the whole process group; the parent decides, and may want these rewards
+    # for the step it finishes before it saves.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    torch.set_num_threads(1)  # the cores belong to the trainer; parallelism is the number of workers
+    try:
+        task = pickle.loads(task_bytes)
+    except BaseException as error:
+        conn.send_bytes(pickle.dumps(describe(error)))
+        return
+    conn.send_bytes(pickle.dumps(None))
+    no_limit = TimeLimit(None)
+    # The parent kills in time. If it died first while C code holds the GIL here, only the kernel can.
+    last_resort = timeout + GRACE if timeout is not None and hasattr(signal, "setitimer") else None
+    sample_bytes, unpickled = b"", b""
+    sample: Any = None
+    try:
+        while True:
+            sample_bytes = conn.recv_bytes() or sample_bytes
+            rollout_bytes = conn.recv_bytes()
+            if last_resort is not None:
+                signal.setitimer(signal.ITIMER_REAL, last_resort)
+            try:
+                if sample_bytes is not unpickled:
+                    sample, unpickled = pickle.loads(sample_bytes), sample_bytes
+                rollout = pickle.loads(rollout_bytes)
+            except Exception as error:
+                outcome = Outcome(reason="raised", message=f"row or response cannot be unpickled: {describe(error)}")
+            else:
+                outcome = call_reward(task, sample, rollout, no_limit)
+            if last_resort is not None:
+                signal.setitimer(signal.ITIMER_REAL, 0.0)
+            conn.send_bytes(pickle.dumps(outcome))
+    except (EOFError, OSError):
+        return
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+class Worker:
+    """Handle of one process. States: starting, idle, busy (`job` is set), dead."""
+
+    def __init__(self, task_bytes: bytes, timeout: float | None, start_limit: float) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.conn, child = context.Pipe()
+        # daemon: the interpreter must not wait for it at exit.
+        self.process = context.Process(
+            target=worker_main, args=(child, task_bytes, timeout), name="rollplex-reward", daemon=True
+        )
+        self.process.start()
+        child.close()
+        self.ready = False
+        self.job: int | None = None
+        self.deadline: float | None = time.monotonic() + start_limit
+        self._timeout = timeout
+        self._sample: bytes = b""
+
+    @property
+    def idle(self) -> bool:
+        return self.ready and self.job is None
+
+    def submit(self, job: int, sample: bytes, rollout: bytes) -> None:
+        """Start a reward. The sample travels only when it differs from the last one.
+
+        Raises OSError if the process is gone.
+        """
+        self.job = job
+        self.deadline = None if self._timeout is None else time.monotonic() + self._timeout
+        self.conn.send_bytes(b"" if sample is self._sample else sample)
+        self.conn.send_bytes(rollout)
+        self._sample = sample
+
+    def receive(self) -> Outcome | None:
+        """The outcome of the job, or None when the process reports that it is ready.
+
+        Raises EOFError or OSError if the process is gone, RuntimeError if it could not load the task.
+        """
+        message = pickle.loads(self.conn.recv_bytes())
+        if self.ready:
+            self.job = None
+            self.deadline = None
+            return message
+        if message is not None:
+            raise RuntimeError(f"a reward worker could not load the task: {message}; set workers to 0 to stay inline")
+        self.ready = True
+        self.deadline = None
+        return None
+
+    def kill(self) -> None:
+        """End this process, and only this one; what a reward itself started is the reward's."""
+        self.process.kill()
+        self.process.join()
+        self.conn.close()
+
+    def stop(self) -> None:
+        """Let an idle process end by itself; kill it otherwise."""
+        if self.idle:
+            self.conn.close()
+            self.process.join(2.0)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+        self.conn.close()

@@ -1,0 +1,282 @@
+"""The train lane: a graph of work units, and the one place that decides when a unit may start.
+
+Every schedule runs the same units with the same arithmetic; a schedule only says when. Without help a unit waits
+until the rollout has drained (serial colocation). An *opener*, installed by a callback, may admit it earlier, while
+the engine is still decoding.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from rollplex.data.records import Request, Rollout
+from rollplex.lanes import Drained, EngineError, Event, Failed, Finished, RolloutLane, WindowClosed, WindowOpened
+from rollplex.phases import Notify, Phase, PhaseMachine
+from rollplex.timeline import PHASES, TRAIN_LANE, Timeline
+
+
+class UnitKind(str, Enum):
+    REWARD = "reward"
+    REF_PREFIX = "ref_prefix"
+    REF_SUFFIX = "ref_suffix"
+    OLD_PREFIX = "old_prefix"
+    OLD_SUFFIX = "old_suffix"
+    ACT_PREFIX = "act_prefix"
+    ACT_SUFFIX = "act_suffix"
+    ACT_BACKWARD = "act_backward"
+
+
+PHASE_OF: dict[UnitKind, Phase] = {
+    UnitKind.REWARD: Phase.SCORE,
+    UnitKind.REF_PREFIX: Phase.SCORE,
+    UnitKind.REF_SUFFIX: Phase.SCORE,
+    UnitKind.OLD_PREFIX: Phase.SCORE,
+    UnitKind.OLD_SUFFIX: Phase.SCORE,
+    UnitKind.ACT_PREFIX: Phase.TRAIN,
+    UnitKind.ACT_SUFFIX: Phase.TRAIN,
+    UnitKind.ACT_BACKWARD: Phase.TRAIN,
+}
+"""The phase a unit belongs to; run earlier, it is hidden under the rollout."""
+
+PREFIX_KINDS = frozenset({UnitKind.REF_PREFIX, UnitKind.OLD_PREFIX, UnitKind.ACT_PREFIX})
+"""Units that need no response."""
+
+UnitId = tuple[UnitKind, int]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One piece of train-lane work. Runs exactly once."""
+
+    kind: UnitKind
+    index: int
+    """Its bundle (of prompts that share a prefix pass); its group for rewards."""
+
+    run: Callable[[], None]
+    groups: tuple[int, ...]
+    """The groups (indices in the rollout batch) it works on."""
+
+    needs: tuple[UnitId, ...] = ()
+    """Units that must be done before."""
+
+    needs_responses: bool = True
+    """False for prefix units: they may start before their groups are complete."""
+
+    @property
+    def id(self) -> UnitId:
+        return (self.kind, self.index)
+
+    @property
+    def phase(self) -> Phase:
+        return PHASE_OF[self.kind]
+
+    def __str__(self) -> str:
+        return f"{self.kind.value}[{self.index}]"
+
+
+@dataclass
+class ScheduleState:
+    """What openers may look at."""
+
+    window_open: bool = False
+    drained: bool = False
+    finished_groups: set[int] = field(default_factory=set)
+    done: set[UnitId] = field(default_factory=set)
+
+
+Opener = Callable[[Unit, ScheduleState], bool]
+"""Says whether a unit whose needs are met may start before the rollout has drained."""
+
+
+class UnitError(RuntimeError):
+    """A unit raised; names the unit and its groups, the cause is chained."""
+
+
+class StopRequested(KeyboardInterrupt):
+    """The run was asked to stop (Ctrl-C, SIGTERM) and the current step was given up before any update."""
+
+
+class Executor:
+    """Runs a step's units on the calling (train) thread, beside the rollout lane."""
+
+    def __init__(self, lane: RolloutLane, timeline: Timeline, notify: Notify, *, timeout: float | None = None) -> None:
+        self.lane = lane
+        self.timeline = timeline
+        self.machine = PhaseMachine(notify)
+        self.openers: list[Opener] = []
+        self.stop_requested: str | None = None
+        """Why to stop ("SIGTERM", "SIGINT"); read between units."""
+        self.timeout = timeout
+        """Seconds without any engine event after which a rollout counts as stalled; None waits forever."""
+        self._notify = notify
+        self._phase_start = 0.0
+
+    # ---- a step, phase by phase ----
+
+    def rollout(self, requests: Sequence[Request], units: Iterable[Unit], collect: Callable[[Rollout], int | None]) -> None:
+        """ROLLOUT, SCORE and TRAIN of the first mini-batch.
+
+        `collect` takes each finished response and returns the group's index when that group is now complete.
+        """
+        pending = _by_order(units)
+        state = ScheduleState()
+        with self._guard():
+            self.enter(Phase.ROLLOUT)
+            self.lane.submit(requests)
+            self._overlapped(pending, state, collect)
+            self.enter(Phase.SCORE)
+            self._finish(pending, state, Phase.SCORE)
+            self.enter(Phase.TRAIN)
+            self._finish(pending, state, Phase.TRAIN)
+            assert not pending, f"units left over: {[str(u) for u in pending]}"
+
+    def train(self, units: Iterable[Unit]) -> None:
+        """TRAIN of a later mini-batch: everything it needs is known. A wish to stop waits until the step is whole."""
+        pending = _by_order(units)
+        state = ScheduleState(drained=True, finished_groups={g for u in pending for g in u.groups})
+        with self._guard(stoppable=False):
+            self.enter(Phase.TRAIN)
+            self._finish(pending, state, Phase.TRAIN, stoppable=False)
+            assert not pending, f"units left over: {[str(u) for u in pending]}"
+
+    def generate(self, requests: Sequence[Request], collect: Callable[[Rollout], int | None]) -> None:
+        """EVALUATE: rollouts only."""
+        with self._guard():
+            self.enter(Phase.EVALUATE)
+            self.lane.submit(requests)
+            self._overlapped([], ScheduleState(), collect)
+            self.enter(Phase.IDLE)
+
+    def enter(self, phase: Phase) -> None:
+        now = time.perf_counter()
+        if self.machine.phase is not Phase.IDLE:
+            self.timeline.add(PHASES, self.machine.phase.value, self._phase_start, now)
+        self._phase_start = now
+        self.machine.to(phase)
+
+    def enter_update(self) -> None:
+        """From here on the step is no longer given up: the weights are about to change."""
+        self.enter(Phase.UPDATE)
+
+    def check_stop(self) -> None:
+        if self.stop_requested is not None:
+            raise StopRequested(self.stop_requested)
+
+    # ---- inside ----
+
+    def _guard(self, *, stoppable: bool = True) -> _Guard:
+        if stoppable:
+            self.check_stop()
+        return _Guard(self)
+
+    def _overlapped(self, pending: list[Unit], state: ScheduleState, collect: Callable[[Rollout], int | None]) -> None:
+        last_event = time.monotonic()
+        while not state.drained:
+            self.check_stop()
+            while not state.drained and (event := self._poll(0.0)) is not None:
+                last_event = time.monotonic()
+                self._handle(event, state, collect)
+            if state.drained:
+                break
+            unit = next((u for u in pending if self._ready(u, state) and self._admitted(u, state)), None)
+            if unit is not None:
+                pending.remove(unit)
+                self._run(unit, state)
+                continue
+            if (event := self._poll(0.1)) is not None:
+                last_event = time.monotonic()
+                self._handle(event, state, collect)
+            elif self.timeout is not None and time.monotonic() - last_event > self.timeout:
+                raise EngineError(f"the engine gave no sign of life for {self.timeout:g} s during the rollout phase")
+
+    def _poll(self, wait: float) -> Event | None:
+        try:
+            return self.lane.events.get(timeout=wait) if wait else self.lane.events.get_nowait()
+        except queue.Empty:
+            if not self.lane.running:
+                raise EngineError("the rollout lane ended while requests were unfinished") from None
+            return None
+
+    def _handle(self, event: Event, state: ScheduleState, collect: Callable[[Rollout], int | None]) -> None:
+        if isinstance(event, Finished):
+            group = collect(event.rollout)
+            if group is not None:
+                state.finished_groups.add(group)
+                self._notify("on_group_finished", group)
+        elif isinstance(event, WindowOpened):
+            state.window_open = True
+            self._notify("on_window_open")
+        elif isinstance(event, WindowClosed):
+            state.window_open = False
+            self._notify("on_window_close")
+        elif isinstance(event, Drained):
+            state.drained = True
+        else:
+            assert isinstance(event, Failed)
+            done = len(state.finished_groups)
+            raise EngineError(f"the engine failed with {done} groups complete: {event.error!r}") from event.error
+
+    def _ready(self, unit: Unit, state: ScheduleState) -> bool:
+        return all(need in state.done for need in unit.needs) and (
+            not unit.needs_responses or all(g in state.finished_groups for g in unit.groups)
+        )
+
+    def _admitted(self, unit: Unit, state: ScheduleState) -> bool:
+        return any(opener(unit, state) for opener in self.openers)
+
+    def _finish(
+        self, pending: list[Unit], state: ScheduleState, phase: Phase, *, stoppable: bool = True
+    ) -> None:
+        while any(u.phase is phase for u in pending):
+            if stoppable:
+                self.check_stop()
+            unit = next((u for u in pending if u.phase is phase and self._ready(u, state)), None)
+            assert unit is not None, f"nothing can run of {[str(u) for u in pending if u.phase is phase]}"
+            pending.remove(unit)
+            self._run(unit, state)
+
+    def _run(self, unit: Unit, state: ScheduleState) -> None:
+        self._notify("on_unit_start", unit)
+        hidden = self.machine.phase is Phase.ROLLOUT
+        try:
+            with self.timeline.span(TRAIN_LANE, unit.kind.value, index=unit.index, hidden=hidden):
+                unit.run()
+        except Exception as error:
+            groups = ", ".join(map(str, unit.groups))
+            raise UnitError(f"unit {unit} (groups {groups}) failed: {type(error).__name__}: {error}") from error
+        state.done.add(unit.id)
+        self._notify("on_unit_end", unit)
+
+
+class _Guard:
+    """Leaves both lanes clean when a step ends by an exception."""
+
+    def __init__(self, executor: Executor) -> None:
+        self.executor = executor
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if kind is None:
+            return
+        executor = self.executor
+        try:
+            executor.lane.abort()
+        except Exception:
+            pass  # the engine is broken: the first error is the one to tell
+        executor.lane.drain_events()
+        executor.machine.reset()
+
+
+KIND_ORDER = {kind: i for i, kind in enumerate(UnitKind)}
+
+
+def _by_order(units: Iterable[Unit]) -> list[Unit]:
+    """Bundle after bundle within a phase, so that little is alive at once and sums have one order."""
+    phases = {Phase.SCORE: 0, Phase.TRAIN: 1}
+    return sorted(units, key=lambda u: (phases[u.phase], u.kind is not UnitKind.REWARD, u.index, KIND_ORDER[u.kind]))

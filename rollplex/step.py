@@ -1,0 +1,306 @@
+"""One step of GRPO as work units: what each unit computes, and the state that crosses between them.
+
+The step knows nothing of when its units run (`schedule.py` does). Losses are accumulated as unnormalised sums; the
+normaliser, known once all responses are, divides the gradients before the optimizer step.
+
+Shape legend: B prompts of the rollout batch, G responses per prompt, b prompts of a bundle, N = b*g rows of a suffix
+pass (g responses of each prompt), R response tokens (padded).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollplex.bundles import Bundle, make_bundles
+from rollplex.data.records import Group, Prompt, Request, Rollout, SamplingParams
+from rollplex.grpo.advantages import Advantages, ScaleRewards, group_advantages
+from rollplex.grpo.importance import ImportanceMode, MismatchStats, WeightStats, importance_weights, mismatch_stats
+from rollplex.grpo.losses import LossSettings, LossSums, kept_responses, loss_normalizer, policy_loss_sums
+from rollplex.models.prefix import PrefixState
+from rollplex.models.split_model import SplitModel
+from rollplex.rewards.runner import RewardFailure, RewardRunner
+from rollplex.schedule import Unit, UnitKind
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """What a step needs to know, beyond models and prompts."""
+
+    num_generations: int
+    sampling: SamplingParams
+    loss: LossSettings
+    scale_rewards: ScaleRewards = "group"
+    mask_truncated_completions: bool = False
+    num_iterations: int = 1
+    num_mini_batches: int = 1
+    prompts_per_pass: int = 1
+    responses_per_pass: int | None = None
+    """Responses of each prompt in one suffix pass; None takes all G."""
+    importance_sampling_mode: ImportanceMode | None = None
+    importance_sampling_cap: float = 3.0
+
+
+def request_seed(seed: int, step: int, group: int, index: int) -> int:
+    """A stream of its own for every response of a run: resume and schedule cannot change what is sampled."""
+    mixed = seed
+    for part in (step, group, index):
+        mixed = ((mixed ^ part) * 0x9E3779B97F4A7C15 + 0x2545F4914F6CDD1D) & (2**64 - 1)
+        mixed ^= mixed >> 29
+    return mixed >> 1
+
+
+@dataclass
+class StepTotals:
+    """Sums over the suffix passes of one update, for the metrics."""
+
+    loss: float = 0.0
+    sums: LossSums | None = None
+    mismatch: MismatchStats | None = None
+    weights: WeightStats | None = None
+
+    def add(self, sums: LossSums, mismatch: MismatchStats, weights: WeightStats) -> None:
+        self.loss += float(sums.loss.detach())
+        sums = LossSums(**{**sums.__dict__, "loss": sums.loss.detach()})
+        self.sums = sums if self.sums is None else self.sums + sums
+        self.mismatch = mismatch if self.mismatch is None else self.mismatch + mismatch
+        self.weights = weights if self.weights is None else self.weights + weights
+
+
+@dataclass
+class GRPOStep:
+    """State of one rollout batch from its prompts to its last update."""
+
+    actor: SplitModel
+    reference: SplitModel | None
+    rewards: RewardRunner
+    prompts: Sequence[Prompt]
+    settings: StepSettings
+
+    bundles: list[Bundle] = field(init=False)
+    rollouts: list[list[Rollout | None]] = field(init=False)
+    groups: dict[int, Group] = field(default_factory=dict)
+    failures: list[RewardFailure] = field(default_factory=list)
+    totals: dict[int, StepTotals] = field(default_factory=dict)
+    _advantages: dict[int, Advantages] = field(default_factory=dict)
+    _prefixes: dict[tuple[str, int], PrefixState] = field(default_factory=dict)
+    _logps: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        s = self.settings
+        self.bundles = make_bundles(
+            [len(p) for p in self.prompts], prompts_per_pass=s.prompts_per_pass, num_mini_batches=s.num_mini_batches
+        )
+        self.rollouts = [[None] * s.num_generations for _ in self.prompts]
+
+    # ---- rollout ----
+
+    def requests(self, *, seed: int, step: int) -> list[Request]:
+        return [
+            Request(g, i, prompt, self.settings.sampling, request_seed(seed, step, g, i))
+            for g, prompt in enumerate(self.prompts)
+            for i in range(self.settings.num_generations)
+        ]
+
+    def collect(self, rollout: Rollout) -> int | None:
+        """Keep a finished response; the group's index when it is complete."""
+        assert rollout.weights_version == self.actor.version, (
+            f"response sampled with weights version {rollout.weights_version}, the trainer is at {self.actor.version}"
+        )
+        row = self.rollouts[rollout.group]
+        assert row[rollout.index] is None, f"response {rollout.key} came twice"
+        row[rollout.index] = rollout
+        return rollout.group if all(r is not None for r in row) else None
+
+    # ---- the graph of units ----
+
+    @property
+    def num_mini_batches(self) -> int:
+        return 1 + max(b.mini_batch for b in self.bundles)
+
+    @property
+    def num_updates(self) -> int:
+        return self.settings.num_iterations * self.num_mini_batches
+
+    def units(self, update: int) -> list[Unit]:
+        """Units of one update. Update 0 also brings rewards and everything scored at the rollout's weights."""
+        mini_batch = update % self.num_mini_batches
+        units = self._scoring_units() if update == 0 else []
+        for bundle in self.bundles:
+            if bundle.mini_batch == mini_batch:
+                units += self._actor_units(bundle, update)
+        return units
+
+    def _scoring_units(self) -> list[Unit]:
+        units = [self._unit(UnitKind.REWARD, g, (g,), lambda g=g: self._score(g)) for g in range(len(self.prompts))]
+        for b in self.bundles:
+            if self.reference is not None:
+                units += self._no_grad_units(b, "ref", self.reference, UnitKind.REF_PREFIX, UnitKind.REF_SUFFIX)
+            if b.mini_batch > 0:  # the first mini-batch's own log-probs are those of the rollout's weights
+                units += self._no_grad_units(b, "old", self.actor, UnitKind.OLD_PREFIX, UnitKind.OLD_SUFFIX)
+        return units
+
+    def _no_grad_units(self, b: Bundle, name: str, model: SplitModel, first: UnitKind, second: UnitKind) -> list[Unit]:
+        return [
+            self._unit(first, b.index, b.groups, lambda: self._prefix(b, name, model, grad=False), responses=False),
+            self._unit(second, b.index, b.groups, lambda: self._score_suffix(b, name, model), needs=[(first, b.index)]),
+        ]
+
+    def _actor_units(self, b: Bundle, update: int) -> list[Unit]:
+        prefix, suffix, backward = UnitKind.ACT_PREFIX, UnitKind.ACT_SUFFIX, UnitKind.ACT_BACKWARD
+        needs = [(prefix, b.index)]
+        if update == 0:
+            scored = range(len(self.prompts)) if self.settings.scale_rewards == "batch" else b.groups
+            needs += [(UnitKind.REWARD, g) for g in scored]
+            needs += [(UnitKind.REF_SUFFIX, b.index)] if self.reference is not None else []
+        return [
+            self._unit(prefix, b.index, b.groups, lambda: self._prefix(b, "act", self.actor, True), responses=False),
+            self._unit(suffix, b.index, b.groups, lambda: self._train_suffix(b, update), needs=needs),
+            self._unit(backward, b.index, b.groups, lambda: self._backward(b), needs=[(suffix, b.index)]),
+        ]
+
+    def _unit(
+        self, kind: UnitKind, index: int, groups: Sequence[int], run: Any, *, needs: Sequence[Any] = (),
+        responses: bool = True,
+    ) -> Unit:  # fmt: skip
+        return Unit(kind, index, run, tuple(groups), tuple(needs), needs_responses=responses)
+
+    # ---- what the units do ----
+
+    def _score(self, g: int) -> None:
+        rollouts = tuple(r for r in self.rollouts[g] if r is not None)
+        result = self.rewards.score(self.prompts[g].sample, [r for r in rollouts if r.finish_reason != "abort"])
+        self.failures += result.failures
+        self.groups[g] = Group(g, self.prompts[g], rollouts, result.rewards, result.components)
+
+    def _prefix(self, b: Bundle, name: str, model: SplitModel, grad: bool) -> None:
+        self._prefixes[name, b.index] = model.prefix([self.prompts[g] for g in b.groups], grad=grad)
+
+    def _score_suffix(self, b: Bundle, name: str, model: SplitModel) -> None:
+        prefix = self._prefixes.pop((name, b.index))
+        for rows in self._passes(b):
+            ids_NR, lengths_N = self._pad(rows)
+            out = model.suffix(prefix, ids_NR, lengths_N, temperature=self.settings.sampling.temperature, grad=False)
+            self._keep(name, rows, out.logps_NR)
+        prefix.free()
+
+    def _train_suffix(self, b: Bundle, update: int) -> None:
+        s = self.settings
+        prefix = self._prefixes["act", b.index]
+        totals = self.totals.setdefault(update, StepTotals())
+        for rows in self._passes(b):
+            ids_NR, lengths_N = self._pad(rows)
+            out = self.actor.suffix(prefix, ids_NR, lengths_N, temperature=s.sampling.temperature, grad=True)
+            if update == 0:
+                self._keep("old", rows, out.logps_NR)
+            kept_N = torch.tensor([self.kept(g)[i] for g, i in rows], device=out.mask_NR.device)
+            mask_NR = out.mask_NR & kept_N[:, None]
+            width = ids_NR.shape[1]
+            old_NR = self._padded("old", rows, width).to(out.logps_NR)
+            engine_NR = self._padded("engine", rows, width).to(out.logps_NR)
+            weights_NR, weight_stats = importance_weights(
+                old_NR, engine_NR, mask_NR, s.importance_sampling_mode, s.importance_sampling_cap
+            )
+            sums = policy_loss_sums(
+                out.logps_NR, old_NR, self._advantages_of(rows).to(out.logps_NR), mask_NR, s.loss,
+                ref_logps_BT=self._padded("ref", rows, width).to(out.logps_NR) if self.reference is not None else None,
+                entropy_BT=out.entropy_NR,
+                is_weights_BT=weights_NR if s.importance_sampling_mode is not None else None,
+            )  # fmt: skip
+            totals.add(sums, mismatch_stats(old_NR, engine_NR, mask_NR), weight_stats)
+            if sums.loss.requires_grad:
+                sums.loss.backward()
+
+    def _backward(self, b: Bundle) -> None:
+        self._prefixes.pop(("act", b.index)).backward()
+
+    # ---- rows of a suffix pass ----
+
+    def _passes(self, b: Bundle) -> list[list[tuple[int, int]]]:
+        """(group, response) rows of each suffix pass: of every prompt its g shortest left, so that padding is small."""
+        g = self.settings.responses_per_pass or self.settings.num_generations
+        by_length = {j: sorted(range(len(self.rollouts[j])), key=lambda i: len(self._rollout(j, i))) for j in b.groups}
+        starts = range(0, self.settings.num_generations, g)
+        return [[(j, i) for j in b.groups for i in by_length[j][start : start + g]] for start in starts]
+
+    def _rollout(self, g: int, i: int) -> Rollout:
+        rollout = self.rollouts[g][i]
+        assert rollout is not None
+        return rollout
+
+    def _pad(self, rows: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+        """(N, R) ids right-padded with 0, (N,) lengths; R is at least 1."""
+        ids = [self._rollout(g, i).token_ids for g, i in rows]
+        lengths_N = torch.tensor([len(x) for x in ids])
+        ids_NR = torch.zeros(len(ids), max(1, int(lengths_N.max())), dtype=torch.long)
+        for n, x in enumerate(ids):
+            ids_NR[n, : len(x)] = x
+        return ids_NR, lengths_N
+
+    def _keep(self, name: str, rows: Sequence[tuple[int, int]], logps_NR: Tensor) -> None:
+        logps_NR = logps_NR.detach().cpu()
+        for n, (g, i) in enumerate(rows):
+            row = self._logps.setdefault((name, g), torch.zeros(self.settings.num_generations, 0))
+            width = max(row.shape[1], logps_NR.shape[1])
+            row = torch.nn.functional.pad(row, (0, width - row.shape[1]))
+            row[i, : logps_NR.shape[1]] = logps_NR[n]
+            self._logps[name, g] = row
+
+    def _padded(self, name: str, rows: Sequence[tuple[int, int]], width: int) -> Tensor:
+        out_NR = torch.zeros(len(rows), width)
+        for n, (g, i) in enumerate(rows):
+            values = self._rollout(g, i).logps if name == "engine" else self._logps[name, g][i]
+            length = min(len(self._rollout(g, i)), width)
+            out_NR[n, :length] = values[:length]
+        return out_NR
+
+    def _advantages_of(self, rows: Sequence[tuple[int, int]]) -> Tensor:
+        return torch.stack([self.advantages(g).advantages_BG[self._row(g), i] for g, i in rows])
+
+    def _row(self, g: int) -> int:
+        return g if self.settings.scale_rewards == "batch" else 0
+
+    def advantages(self, g: int) -> Advantages:
+        """Of one group, or of all groups at once when they are scaled by the batch."""
+        key = -1 if self.settings.scale_rewards == "batch" else g
+        if key not in self._advantages:
+            members = range(len(self.prompts)) if key == -1 else [g]
+            rewards_BG = torch.stack([self.groups[j].rewards for j in members])
+            self._advantages[key] = group_advantages(rewards_BG, scale_rewards=self.settings.scale_rewards)
+        return self._advantages[key]
+
+    def kept(self, g: int) -> list[bool]:
+        """Which of a group's responses count in the loss and its normaliser."""
+        rollouts = [self._rollout(g, i) for i in range(self.settings.num_generations)]
+        return kept_responses(
+            torch.tensor([len(r) for r in rollouts]),
+            ~torch.isnan(self.groups[g].rewards),
+            torch.tensor([r.finish_reason != "stop" for r in rollouts]),
+            mask_truncated_completions=self.settings.mask_truncated_completions,
+        ).tolist()
+
+    def _kept_lengths(self, groups: Sequence[int]) -> list[int]:
+        banned = set(self.actor.banned_token_ids)
+        lengths = []
+        for g in groups:
+            for keep, rollout in zip(self.kept(g), self.rollouts[g], strict=True):
+                assert rollout is not None
+                lengths.append(sum(t not in banned for t in rollout.token_ids.tolist()) if keep else 0)
+        return lengths
+
+    def normalizer(self, update: int) -> float:
+        """What this update's accumulated gradient is divided by; NaN-free even when nothing is kept."""
+        part = [g for b in self.bundles if b.mini_batch == update % self.num_mini_batches for g in b.groups]
+        loss = self.settings.loss
+        return loss_normalizer(
+            loss.loss_type, self._kept_lengths(part), max_completion_length=loss.max_completion_length,
+            batch_tokens=sum(self._kept_lengths(range(len(self.prompts)))), num_mini_batches=self.num_mini_batches,
+        )  # fmt: skip
+
+    def anything_kept(self, update: int) -> bool:
+        part = [g for b in self.bundles if b.mini_batch == update % self.num_mini_batches for g in b.groups]
+        return any(any(self.kept(g)) for g in part)

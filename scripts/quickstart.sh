@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# From nothing to a trained model: .venv, a tiny vision-language model, GRPO on real images, evaluation.
+# Arguments go to `rollplex fit`, e.g. `bash scripts/quickstart.sh --trainer.max_steps 20`.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+cd "$ROOT"
+
+config=configs/digits_cpu.yaml
+model=models/tiny-digits
+runs=runs/digits
+
+set_up core
+export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false DO_NOT_TRACK=1 WANDB_MODE="${WANDB_MODE:-offline}"
+
+if [ -f "$model/config.json" ] && [ -f "$model/model.safetensors" ]; then
+    echo "model: using $model (delete it to build it anew)"
+else
+    echo "model: building $model"
+    "$PYTHON" -m rollplex.models.tiny --out "$model" || die "the tiny model could not be built (see above)"
+fi
+
+started="$(mktemp)"  # tells this run's files from older ones
+interrupted=
+trap 'interrupted=yes' INT  # `fit` saves and ends by itself on Ctrl-C
+echo "training: rollplex fit --config $config $*"
+"$VENV/bin/rollplex" fit --config "$config" "$@" || [ -n "$interrupted" ] || die "training stopped (see above)"
+if [ -n "$interrupted" ]; then
+    echo "stopped; go on with: .venv/bin/rollplex fit --config $config --ckpt_path last"
+    exit 130
+fi
+trap - INT
+
+echo "evaluation: rollplex validate --config $config --ckpt_path last"
+"$VENV/bin/rollplex" validate --config "$config" --ckpt_path last || die "evaluation failed (see above)"
+
+echo
+echo "results in $runs/"
+find "$runs" -newer "$started" -type f 2>/dev/null | grep -E '\.ckpt$|/metrics\.csv$|\.safetensors$|tfevents' | sort | sed 's/^/  /' || true
+rm -f "$started"
+if find "$runs" -name '*tfevents*' 2>/dev/null | grep -q .; then
+    echo "curves:  .venv/bin/tensorboard --logdir $runs"
+fi
+if [ "$WANDB_MODE" = offline ]; then
+    echo "W&B:     runs stay on this disk; with an account: .venv/bin/wandb sync <an offline-run-* folder>"
+fi
