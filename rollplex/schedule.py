@@ -45,6 +45,9 @@ PHASE_OF: dict[UnitKind, Phase] = {
 PREFIX_KINDS = frozenset({UnitKind.REF_PREFIX, UnitKind.OLD_PREFIX, UnitKind.ACT_PREFIX})
 """Units that need no response."""
 
+ACCUMULATING_KINDS = frozenset({UnitKind.ACT_SUFFIX, UnitKind.ACT_BACKWARD})
+"""Units that add to parameter gradients: their order decides the rounding of the sums."""
+
 UnitId = tuple[UnitKind, int]
 
 
@@ -86,6 +89,14 @@ class ScheduleState:
     drained: bool = False
     finished_groups: set[int] = field(default_factory=set)
     done: set[UnitId] = field(default_factory=set)
+    accumulate_order: list[UnitId] = field(default_factory=list)
+    """Units that add to gradients, in the order in which the serial schedule runs them."""
+
+    def is_next_in_order(self, unit: Unit) -> bool:
+        """True unless a gradient-accumulating unit would overtake an earlier one."""
+        if unit.kind not in ACCUMULATING_KINDS:
+            return True
+        return next(i for i in self.accumulate_order if i not in self.done) == unit.id
 
 
 Opener = Callable[[Unit, ScheduleState], bool]
@@ -123,7 +134,7 @@ class Executor:
         `collect` takes each finished response and returns the group's index when that group is now complete.
         """
         pending = _by_order(units)
-        state = ScheduleState()
+        state = ScheduleState(accumulate_order=[u.id for u in pending if u.kind in ACCUMULATING_KINDS])
         with self._guard():
             self.enter(Phase.ROLLOUT)
             self.lane.submit(requests)

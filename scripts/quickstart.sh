@@ -20,6 +20,7 @@ else
 fi
 
 started="$(mktemp)"  # tells this run's files from older ones
+trap 'rm -f "$started"' EXIT
 interrupted=
 trap 'interrupted=yes' INT  # `fit` saves and ends by itself on Ctrl-C
 echo "training: rollplex fit --config $config $*"
@@ -35,11 +36,11 @@ echo "evaluation: rollplex validate --config $config --ckpt_path last"
 
 echo
 echo "results in $runs/"
-find "$runs" -newer "$started" -type f 2>/dev/null | grep -E '\.ckpt$|/metrics\.csv$|\.safetensors$|tfevents' | sort | sed 's/^/  /' || true
-rm -f "$started"
+find "$runs" -newer "$started" -type f \( -name '*.ckpt' -o -name metrics.csv -o -name '*.safetensors' \) |
+    sort | sed 's/^/  /'
 if find "$runs" -name '*tfevents*' 2>/dev/null | grep -q .; then
     echo "curves:  .venv/bin/tensorboard --logdir $runs"
 fi
-if [ "$WANDB_MODE" = offline ]; then
+if find "$runs" wandb -maxdepth 3 -name 'offline-run-*' 2>/dev/null | grep -q .; then
     echo "W&B:     runs stay on this disk; with an account: .venv/bin/wandb sync <an offline-run-* folder>"
 fi

@@ -35,3 +35,11 @@ def tiny_parity_model():
     from rollplex.models.tiny import build_tiny_in_memory
 
     return build_tiny_in_memory(init_std=0.1, seed=1)[0].train()
+
+
+@pytest.fixture(scope="session")
+def parity_folder(tmp_path_factory):
+    """A tiny model folder, every matrix drawn with std 0.1: what a run loads."""
+    from rollplex.models.tiny import build_tiny
+
+    return build_tiny(tmp_path_factory.mktemp("models") / "parity", init_std=0.1, seed=1)

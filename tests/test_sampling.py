@@ -131,7 +131,7 @@ def test_pick_is_exact_at_the_edges():
     assert pick(weights, u).tolist() == [1, 1, 3, 4, 4]
 
 
-# ---- logits processors against transformers' --------------------------------------------------------------------------
+# ---- logits processors against transformers' -------------------------------------------------------------------------
 
 
 @pytest.fixture

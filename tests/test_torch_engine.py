@@ -11,12 +11,14 @@ import pytest
 import torch
 from fake_engine import FakeEngine, Scripted
 from helpers import make_prompt, picture
+from transformers import Qwen2_5_VLForConditionalGeneration
 
 from rollplex.data.records import Request, Rollout, SamplingParams
 from rollplex.engines import EngineContext, TorchEngine, WindowState
 from rollplex.engines.decode import Bundle, make_layout
 from rollplex.engines.text import Detokenizer
 from rollplex.models.qwen2_5_vl import Qwen2_5VL
+from rollplex.models.tiny import build_tiny, build_tiny_in_memory
 
 CPU = torch.device("cpu")
 END = 258  # <|im_end|>
@@ -157,10 +159,10 @@ def test_repetition_penalty_equals_generate(actor, tiny_processor, prompts):
         assert got[b, 1].token_ids.tolist() == generate(actor.hf, p, 4)
 
 
-# ---- independence of batch mates, order and batch size ----------------------------------------------------------------
+# ---- independence of batch mates, order and batch size ---------------------------------------------------------------
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def varied(prompts) -> list[Request]:
     """Groups of 4 whose responses end early and late."""
     params = SamplingParams(max_tokens=14, stop_token_ids=(END, *range(60)))
@@ -175,9 +177,10 @@ def same(a: Rollout, b: Rollout) -> bool:
     )
 
 
-@pytest.fixture
-def expected(actor, tiny_processor, varied) -> dict[tuple[int, int], Rollout]:
-    """Every request alone in a fresh engine."""
+@pytest.fixture(scope="module")
+def expected(tiny_processor, varied) -> dict[tuple[int, int], Rollout]:
+    """Every request alone in a fresh engine, on a model with the weights of `actor`."""
+    actor = Qwen2_5VL(build_tiny_in_memory(init_std=0.1, seed=1)[0])
     out = {r.key: run(started(actor, tiny_processor), [r])[r.key] for r in varied}
     assert {r.finish_reason for r in out.values()} == {"stop", "length"}
     return out
@@ -227,10 +230,6 @@ def test_group_sizes(actor, tiny_processor, prompts, g):
 
 
 def test_lp_03_generation_config_of_the_checkpoint_is_ignored(tmp_path, tiny_processor, prompts):
-    from transformers import Qwen2_5_VLForConditionalGeneration
-
-    from rollplex.models.tiny import build_tiny
-
     folder = build_tiny(tmp_path / "model")
     shipped = {"do_sample": True, "repetition_penalty": 1.05, "temperature": 0.1, "top_k": 1, "top_p": 0.001}
     (folder / "generation_config.json").write_text(json.dumps(shipped))
@@ -243,7 +242,7 @@ def test_lp_03_generation_config_of_the_checkpoint_is_ignored(tmp_path, tiny_pro
         assert (got[b, 0].logps - trainer_logps(actor, prompts[b], got[b, 0], 1.0)).abs().max() < 1e-5
 
 
-# ---- rows, slots and memory -------------------------------------------------------------------------------------------
+# ---- rows, slots and memory ------------------------------------------------------------------------------------------
 
 
 def test_finished_rows_are_not_decoded(actor, tiny_processor, prompts):
@@ -296,7 +295,9 @@ def test_finished_groups_give_their_prompt_kv_back(actor, tiny_processor, prompt
     params = [SamplingParams(max_tokens=n) for n in (2, 3, 12, 12)]
     same_length = [prompts[1], prompts[5], prompts[1], prompts[5]]
     engine = started(actor, tiny_processor)
-    engine.submit([Request(b, i, p, s, seed=b) for b, (p, s) in enumerate(zip(same_length, params)) for i in (0, 1)])
+    engine.submit(
+        [Request(b, i, p, s, seed=b) for b, (p, s) in enumerate(zip(same_length, params, strict=True)) for i in (0, 1)]
+    )
     held = []
     done: dict[tuple[int, int], Rollout] = {}
     while engine.window is not WindowState.IDLE:
@@ -359,18 +360,7 @@ def test_abort_returns_everything_unfinished(actor, tiny_processor, prompts):
     assert {r.weights_version for r in again.values()} == {3}
 
 
-# ---- how responses end ------------------------------------------------------------------------------------------------
-
-
-def biased(actor, ids, amount: float = 50.0):
-    """Make tokens likely: the final norm's output gains a fixed component the head's rows of `ids` answer to."""
-    head = torch.nn.Linear(128, 264, bias=False)
-    with torch.no_grad():
-        head.weight.copy_(actor.hf.lm_head.weight)
-        actor.hf.lm_head = head
-        for token in ids:
-            head.weight[token] *= amount
-    return actor
+# ---- how responses end -----------------------------------------------------------------------------------------------
 
 
 def scripted_logits(monkeypatch, engine: TorchEngine, text: str, tokenizer, end: int | None = None) -> None:
@@ -429,7 +419,7 @@ def test_broken_utf8_is_decoded(tiny_processor):
     assert not detokenizer.completes([0xE6, 0x97], ["日"])
 
 
-# ---- what is never sampled ----------------------------------------------------------------------------------------------
+# ---- what is never sampled -------------------------------------------------------------------------------------------
 
 
 def test_tok_05a_vision_tokens_are_never_sampled(actor, tiny_processor, prompts, monkeypatch):
@@ -444,7 +434,7 @@ def test_tok_05a_vision_tokens_are_never_sampled(actor, tiny_processor, prompts,
     for temperature in (0.0, 1.0):
         params = SamplingParams(max_tokens=20, temperature=temperature, banned_token_ids=(97,))
         got = run(engine, requests_for(prompts, params, g=4))
-        for (b, _), rollout in got.items():
+        for rollout in got.values():
             assert not set(rollout.token_ids.tolist()) & {*VISION, 97}
         monkeypatch.setattr(engine, "_logits", original)
         plain = run(engine, requests_for(prompts, params, g=4))
@@ -461,7 +451,7 @@ def test_logits_that_are_not_finite_name_the_row(actor, tiny_processor, prompts)
         engine.step()
 
 
-# ---- the trainer's model is not touched -----------------------------------------------------------------------------------
+# ---- the trainer's model is not touched ------------------------------------------------------------------------------
 
 
 def test_spl_05_checkpointing_does_not_change_rollouts(actor, tiny_processor, varied, expected):
@@ -495,12 +485,12 @@ def test_parameters_and_gradients_stay_as_they_are(actor, tiny_processor, varied
     assert not first.logps.is_inference() and not first.logps.requires_grad
 
 
-# ---- weights ----------------------------------------------------------------------------------------------------------------
+# ---- weights ---------------------------------------------------------------------------------------------------------
 
 
 def test_sync_05_in_place_updates_are_seen_without_a_copy(actor, tiny_processor, prompts):
     engine = started(actor, tiny_processor)
-    pointers = {n: p.data_ptr() for n, p in actor.hf.named_parameters()}
+    pointers = {n: p.data_ptr() for n, p in actor.hf.named_parameters(remove_duplicate=False)}
     requests = requests_for(prompts, SamplingParams(max_tokens=8), g=2)
     before = run(engine, requests)
     with torch.no_grad():
@@ -510,7 +500,7 @@ def test_sync_05_in_place_updates_are_seen_without_a_copy(actor, tiny_processor,
     engine.publish(1)
     after = run(engine, requests)
     assert {r.weights_version for r in before.values()} == {0} and {r.weights_version for r in after.values()} == {1}
-    assert {n: p.data_ptr() for n, p in engine._model.hf.named_parameters()} == pointers
+    assert {n: p.data_ptr() for n, p in engine._model.hf.named_parameters(remove_duplicate=False)} == pointers
     assert any(not torch.equal(before[k].token_ids, after[k].token_ids) for k in before)
     for (b, _), rollout in after.items():
         assert (rollout.logps - trainer_logps(actor, prompts[b], rollout, 1.0)).abs().max() < 1e-5
@@ -537,7 +527,7 @@ def test_publish_and_release_only_between_rollouts(actor, tiny_processor, prompt
             call()
 
 
-# ---- refusals and the end ----------------------------------------------------------------------------------------------------
+# ---- refusals and the end --------------------------------------------------------------------------------------------
 
 
 def test_requests_that_cannot_run_are_refused(actor, tiny_processor, prompts):
@@ -568,7 +558,7 @@ def test_close_frees_everything_and_may_come_twice(actor, tiny_processor, prompt
     assert engine.window is WindowState.IDLE and engine.prompt_kv_bytes == 0 and engine._model is None
 
 
-# ---- the scripted engine of other tests -----------------------------------------------------------------------------------------
+# ---- the scripted engine of other tests ------------------------------------------------------------------------------
 
 
 def test_fake_engine_follows_its_script(prompts):

@@ -71,7 +71,7 @@ class RewardRunner:
 
     A call that raises, is late, or returns None, NaN, an infinity or something that is not a number costs only its
     own response, which gets a missing reward (NaN) and is counted and logged with its row. KeyboardInterrupt and
-    SystemExit pass through. Use as a context manager, or call `close`.
+    SystemExit in the trainer's process pass through. Use as a context manager, or call `close`.
 
     workers=0 calls the reward inline, interrupting it by a timer signal: cheapest, but it needs the main thread and
     a system with setitimer (`score` raises RuntimeError otherwise, unless timeout is None). It cannot interrupt a C

@@ -55,7 +55,10 @@ def worker_main(conn: Connection, task_bytes: bytes, timeout: float | None) -> N
             except Exception as error:
                 outcome = Outcome(reason="raised", message=f"row or response cannot be unpickled: {describe(error)}")
             else:
-                outcome = call_reward(task, sample, rollout, no_limit)
+                try:
+                    outcome = call_reward(task, sample, rollout, no_limit)
+                except (SystemExit, KeyboardInterrupt) as error:  # the reward's own: no signal raises them here
+                    outcome = Outcome(reason="raised", message=describe(error))
             if last_resort is not None:
                 signal.setitimer(signal.ITIMER_REAL, 0.0)
             conn.send_bytes(pickle.dumps(outcome))

@@ -1,0 +1,37 @@
+"""Suffix work of complete groups in the decode window, while other groups still decode."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rollplex.phases import PhaseCallback
+from rollplex.schedule import PREFIX_KINDS, ScheduleState, Unit
+
+
+class GroupStreaming(PhaseCallback):
+    """Rewards, reference scoring, loss and backward of a group start as soon as its G responses are complete.
+
+    Valid because advantages need the group only, the loss is an unnormalised sum that is rescaled once before the
+    optimizer step, and no weight changes before that step.
+
+    Args:
+        deterministic: Keep the serial order of gradient sums (bundle after bundle), so that the weights are
+            bit-identical to the serial schedule's. False lets any complete bundle go first.
+    """
+
+    def __init__(self, deterministic: bool = False) -> None:
+        self.deterministic = deterministic
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if stage == "fit":
+            pl_module.colocation.executor.openers.append(self.admits)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        openers = pl_module.colocation.executor.openers
+        if self.admits in openers:
+            openers.remove(self.admits)
+
+    def admits(self, unit: Unit, state: ScheduleState) -> bool:
+        if unit.kind in PREFIX_KINDS or not state.window_open:
+            return False
+        return not self.deterministic or state.is_next_in_order(unit)

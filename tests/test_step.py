@@ -1,0 +1,261 @@
+"""A training step: invariants at step 0, masking, micro- and mini-batches, and equality of the schedules."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from fake_engine import FakeEngine, Scripted
+from runs import PictureTask, largest_difference, run, same_bits, weights
+
+from rollplex.callbacks import GroupStreaming, PrefixOverlap
+from rollplex.models.registry import load_hf
+
+
+def initial(folder) -> dict[str, torch.Tensor]:
+    return {k: p.detach().clone() for k, p in load_hf(str(folder), "float32").named_parameters()}
+
+
+def scripted(ids=((65, 66, 67), (70,), (80, 81), (90, 91, 92, 93)), **kwargs) -> FakeEngine:
+    reasons = kwargs.pop("reasons", ["stop"] * 4)
+    return FakeEngine(lambda r: Scripted(list(ids[r.index]), finish_reason=reasons[r.index]), **kwargs)
+
+
+# ---- step 0 ----
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.5])
+def test_lp_01_and_lp_06_ratio_is_one_and_kl_zero_before_the_first_update(parity_folder, tmp_path, temperature):
+    module = run(parity_folder, tmp_path, steps=1, beta=0.04, temperature=temperature, num_iterations=2)
+    assert module.training
+    metrics = module.seen[0]["metrics"]
+    # two iterations: the first has ratio 1, the second has moved
+    assert metrics["mismatch_max"] < 1e-5
+    first = run(parity_folder, tmp_path, steps=1, beta=0.04, temperature=temperature).seen[0]["metrics"]
+    assert abs(first["kl"]) < 1e-6
+    assert abs(first["ratio_max"] - 1) < 1e-6 and abs(first["ratio_min"] - 1) < 1e-6
+    assert metrics["ratio_max"] - metrics["ratio_min"] > 1e-4 and metrics["kl"] > 1e-6
+
+
+@pytest.mark.parametrize("value", [0.0, 0.3, 1.0])
+def test_equal_rewards_give_exactly_zero_gradient(parity_folder, tmp_path, value):
+    module = run(parity_folder, tmp_path, steps=1, task=PictureTask(reward=lambda s, r: value))
+    assert module.seen[0]["metrics"]["grad_norm"] == 0.0
+    assert module.seen[0]["metrics"]["groups_without_spread"] == 1.0
+    assert same_bits(weights(module), initial(parity_folder))
+
+
+# ---- missing rewards ----
+
+
+def bad_rewards(sample, response):
+    if sample["number"] == 1 and response.index == 1:
+        return None
+    if sample["number"] == 1 and response.index == 2:
+        return float("nan")
+    if sample["number"] == 2 and response.index == 0:
+        raise RuntimeError("reward bug")
+    if sample["number"] == 4 and response.index == 3:
+        while True:
+            pass
+    return 1.0 - float(response.token_ids[0]) / 256
+
+
+def test_lp_08_missing_rewards_are_counted_and_isolated(parity_folder, tmp_path):
+    module = run(
+        parity_folder, tmp_path, steps=2, batch_size=8, task=PictureTask(reward=bad_rewards), reward_timeout=0.3, beta=0.1,
+    )  # fmt: skip
+    metrics = module.seen[0]["metrics"]
+    assert metrics["rewards_missing"] == 4
+    assert {k: v for k, v in metrics.items() if k.startswith("rewards_missing/")} == {
+        "rewards_missing/none": 1, "rewards_missing/nan": 1, "rewards_missing/raised": 1, "rewards_missing/timeout": 1,
+    }  # fmt: skip
+    assert all(math.isfinite(v) for v in metrics.values())
+    assert all(torch.isfinite(w).all() for w in weights(module).values())
+    assert not same_bits(weights(module), initial(parity_folder))
+
+
+def test_lp_08_a_response_without_reward_contributes_nothing(parity_folder, tmp_path):
+    """Whatever tokens the unscored response had, the weights come out the same, bit for bit."""
+    def reward(sample, response):
+        return None if response.index == 1 else float(response.index)
+
+    results = [
+        weights(
+            run(parity_folder, tmp_path, steps=1, task=PictureTask(reward=reward), beta=0.1, responses_per_pass=1,
+                engine=scripted(((65, 66, 67), other, (80, 81), (90, 91, 92, 93))))
+        )
+        for other in ((70, 71), (99, 98))
+    ]  # fmt: skip
+    assert same_bits(*results)
+    assert not same_bits(results[0], initial(parity_folder))
+
+
+# ---- truncation ----
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dapo", "dr_grpo"])
+def test_lp_12_truncated_responses_leave_numerator_and_denominator(parity_folder, tmp_path, loss_type):
+    """Two of four cut: the update is the one in which their tokens are other tokens altogether."""
+    settings = dict(steps=1, loss_type=loss_type, mask_truncated_completions=True, responses_per_pass=1)
+    reasons = ["stop", "length", "stop", "length"]
+    task = PictureTask(reward=lambda s, r: float(r.index))
+    a, b = (
+        run(parity_folder, tmp_path, task=task, engine=scripted(((65, 66, 67), x, (80, 81), y), reasons=reasons), **settings)
+        for x, y in (((70,), (90, 91, 92, 93)), ((1, 2, 3, 4, 5, 6), (9, 8, 7)))
+    )
+    assert same_bits(weights(a), weights(b))
+    kept = {"grpo": 2, "bnpo": 5, "dapo": 5, "dr_grpo": 2 * 6}[loss_type]
+    assert a.seen[0]["metrics"]["grad_norm"] > 0
+    # the same numbers by hand: four groups, each with two kept responses
+    from rollplex.grpo.losses import loss_normalizer
+
+    assert loss_normalizer(loss_type, [3, 0, 2, 0], max_completion_length=6) == kept
+
+
+def test_lp_12_all_truncated_changes_no_weight_and_counts_the_step(parity_folder, tmp_path):
+    module = run(
+        parity_folder, tmp_path, steps=2, mask_truncated_completions=True, weight_decay=0.1,
+        engine=scripted(reasons=["length"] * 4),
+    )  # fmt: skip
+    assert same_bits(weights(module), initial(parity_folder))
+    assert module.trainer.global_step == 2
+    assert module.seen[1]["metrics"]["loss"] == 0.0
+
+
+def test_tok_05_vision_tokens_in_a_response_end_with_a_finite_loss(parity_folder, tmp_path):
+    pad = load_hf(str(parity_folder), "float32").config.image_token_id
+    module = run(parity_folder, tmp_path, steps=1, engine=scripted(((10, pad, 30), (10, 20, 30), (5,), (6, 7))))
+    assert math.isfinite(module.seen[0]["metrics"]["loss"]) and module.seen[0]["metrics"]["grad_norm"] > 0
+    assert all(torch.isfinite(w).all() for w in weights(module).values())
+
+
+def test_pos_07_end_token_counts_once_when_finished_and_never_when_cut(parity_folder, tmp_path):
+    end = 258  # <|im_end|>
+    module = run(parity_folder, tmp_path, steps=1, engine=scripted(((5, end), (5, 6, 7), (5, end), (8, 9)), reasons=["stop", "length", "stop", "length"]))
+    group = module.seen[0]["groups"][0]
+    assert [int((r.token_ids == end).sum()) for r in group.rollouts] == [1, 0, 1, 0]
+    assert module.seen[0]["metrics"]["completions_truncated"] == 0.5
+
+
+# ---- how the batch is cut ----
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dapo", "dr_grpo"])
+def test_lp_13_micro_batches_and_bundles_do_not_change_the_update(parity_folder, tmp_path, loss_type):
+    """SGD-like view: compare gradients through one plain update (Adam would hide a scale)."""
+    grads = []
+    for cut in (dict(), dict(responses_per_pass=1), dict(responses_per_pass=3), dict(prompts_per_pass=4, responses_per_pass=2)):
+        engine = scripted(((65,), (66, 67, 68), (70, 71, 72, 73), (80, 81, 82, 83, 84, 85)))
+        module = run(parity_folder, tmp_path, steps=1, engine=engine, loss_type=loss_type, beta=0.1, cls=KeepGradients, **cut)
+        grads.append(module.gradients)
+    for other in grads[1:]:
+        for name, g in grads[0].items():
+            scale = float(g.norm()) or 1.0
+            if float(g.abs().max()) > 1e-6:
+                assert float((other[name] - g).norm()) / scale < 1e-5, name
+
+
+from rollplex import GRPOModule  # noqa: E402
+
+
+class KeepGradients(GRPOModule):
+    """Remembers the rescaled gradient of the last update."""
+
+    def _update(self, step, update):
+        optimizer = self.optimizers()
+        original = optimizer.step
+
+        def keep(*a, **k):
+            self.gradients = {n: p.grad.clone() for n, p in self.policy.named_parameters() if p.grad is not None}
+            return original(*a, **k)
+
+        optimizer.step = keep
+        try:
+            return super()._update(step, update)
+        finally:
+            del optimizer.step
+
+
+def test_lp_14_groups_are_kept_apart(parity_folder, tmp_path):
+    rewards = {0: [0, 0, 1, 1], 1: [5, 5, 9, 9]}
+    task = PictureTask(rows=2, reward=lambda s, r: float(rewards[s["number"]][r.index]))
+    module = run(parity_folder, tmp_path, steps=1, batch_size=2, task=task)
+    assert module.seen[0]["metrics"]["reward_std"] == pytest.approx((0.5773502 + 2.3094011) / 2, rel=1e-5)
+
+
+def test_lp_15_reward_sees_its_own_row(parity_folder, tmp_path):
+    seen = []
+
+    def reward(sample, response):
+        seen.append((sample.id, sample["number"], response.group))
+        return float(response.index)
+
+    module = run(parity_folder, tmp_path, steps=4, task=PictureTask(rows=8, reward=reward))
+    assert len(seen) == 4 * 4 * 4 and all(name == f"train-{number}" for name, number, _ in seen)
+    for out in module.seen:
+        for group in out["groups"]:
+            pictures = len(group.prompt.sample["sizes"])
+            grid = group.prompt.media.get("image_grid_thw", torch.zeros(0, 3))
+            assert len(grid) == pictures
+
+
+# ---- schedules ----
+
+
+CASES = [
+    dict(),
+    dict(beta=0.04),
+    dict(beta=0.04, num_iterations=2, num_mini_batches=2),
+    dict(loss_type="grpo", num_mini_batches=2),
+    dict(loss_type="bnpo", prompts_per_pass=2, responses_per_pass=2),
+    dict(loss_type="dr_grpo", scale_rewards="none", prefix_checkpointing=True, suffix_checkpointing=True),
+    dict(scale_rewards="batch", entropy_coef=0.01),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(f"{k}={v}" for k, v in c.items()) or "plain")
+def test_overlap_and_streaming_equal_serial_bit_for_bit(parity_folder, tmp_path, case):
+    def trained(*callbacks):
+        return run(parity_folder, tmp_path, steps=2, callbacks=callbacks, max_completion_length=12, **copy.deepcopy(case))
+
+    serial = trained()
+    assert not same_bits(weights(serial), initial(parity_folder))
+    hidden = 0.0
+    for callbacks in ([PrefixOverlap()], [PrefixOverlap(), GroupStreaming(deterministic=True)]):
+        module = trained(*callbacks)
+        for a, b in zip(serial.seen, module.seen, strict=True):
+            for x, y in zip(a["groups"], b["groups"], strict=True):
+                assert all(torch.equal(p.token_ids, q.token_ids) for p, q in zip(x.rollouts, y.rollouts, strict=True))
+        assert same_bits(weights(serial), weights(module))
+        hidden += sum(out["metrics"].get("time/hidden", 0.0) for out in module.seen)
+    assert hidden > 0, "nothing was overlapped: the comparison compared serial with itself"
+    loose = trained(PrefixOverlap(), GroupStreaming())
+    scale = max(float(w.abs().max()) for w in weights(serial).values())
+    assert largest_difference(weights(serial), weights(loose)) / scale < 1e-4
+
+
+def test_stale_engine_is_noticed(parity_folder, tmp_path):
+    class Stale(FakeEngine):
+        def publish(self, version: int) -> None:
+            pass
+
+    with pytest.raises(AssertionError, match="weights version"):
+        run(parity_folder, tmp_path, steps=2, engine=Stale(lambda r: Scripted([65 + r.index])))
+
+
+def test_reference_is_the_initial_model_and_stays_out_of_the_checkpoint(parity_folder, tmp_path):
+    module = run(parity_folder, tmp_path, steps=2, beta=0.1)
+    assert same_bits({k: p.detach() for k, p in module.reference.hf.named_parameters()}, initial(parity_folder))
+    assert not any("reference" in name for name in module.state_dict())
+
+
+def test_freezing_by_part(parity_folder, tmp_path):
+    before = initial(parity_folder)
+    module = run(parity_folder, tmp_path, steps=1, freeze=["vision_tower"])
+    after = weights(module)
+    frozen = [k for k in before if ".visual.blocks" in k or ".visual.patch_embed" in k]
+    assert frozen and all(torch.equal(before[k], after[k]) for k in frozen)
+    assert any(not torch.equal(before[k], after[k]) for k in before if ".visual.merger" in k)
