@@ -1,6 +1,21 @@
 """Callbacks that change or watch a run. Adding or removing one in the YAML is the ablation."""
 
+from rollplex.callbacks.export_model import ExportModel
+from rollplex.callbacks.graceful_stop import GracefulStop
 from rollplex.callbacks.group_streaming import GroupStreaming
+from rollplex.callbacks.prediction_writer import PredictionWriter
 from rollplex.callbacks.prefix_overlap import PrefixOverlap
+from rollplex.callbacks.progress import PhaseProgressBar
+from rollplex.callbacks.rollout_logger import RolloutLogger
+from rollplex.callbacks.timeline_logger import TimelineLogger
 
-__all__ = ["GroupStreaming", "PrefixOverlap"]
+__all__ = [
+    "ExportModel",
+    "GracefulStop",
+    "GroupStreaming",
+    "PhaseProgressBar",
+    "PredictionWriter",
+    "PrefixOverlap",
+    "RolloutLogger",
+    "TimelineLogger",
+]

@@ -24,7 +24,17 @@ _WHERE = {
     "VLMTask": "rollplex.tasks.base",
 }
 
-__all__ = [*_WHERE]
+__all__ = [
+    "GRPOModule",
+    "Group",
+    "Phase",
+    "PhaseCallback",
+    "Rollout",
+    "RollplexStrategy",
+    "Sample",
+    "VLMDataModule",
+    "VLMTask",
+]
 
 
 def __getattr__(name: str) -> Any:

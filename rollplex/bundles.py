@@ -6,6 +6,7 @@ go one by one; small ones (and tiny models) share a pass.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,7 +27,7 @@ def split_mini_batches(groups: int, num_mini_batches: int) -> list[range]:
     """Consecutive groups in near-equal parts; fewer parts when there are fewer groups."""
     parts = max(1, min(num_mini_batches, groups))
     edges = [round(i * groups / parts) for i in range(parts + 1)]
-    return [range(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+    return [range(a, b) for a, b in itertools.pairwise(edges)]
 
 
 def make_bundles(lengths: Sequence[int], *, prompts_per_pass: int, num_mini_batches: int = 1) -> list[Bundle]:

@@ -1,11 +1,14 @@
-"""Checkpoints that a crash cannot damage."""
+"""Checkpoints that a crash cannot damage, and what they hold of the global random generators."""
 
 from __future__ import annotations
 
 import os
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
 
@@ -25,3 +28,50 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             os.replace(partial, target)
         finally:
             partial.unlink(missing_ok=True)
+
+
+def rng_states() -> dict[str, Any]:
+    """States of Python's, NumPy's and torch's global generators, in types that a weights-only load accepts."""
+    name, keys, *rest = np.random.get_state()
+    states = {"python": random.getstate(), "numpy": (name, np.asarray(keys).tolist(), *rest)}
+    states["torch"] = torch.get_rng_state()
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def set_rng_states(states: dict[str, Any]) -> None:
+    """Undo of `rng_states`."""
+    version, internal, gauss = states["python"]
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, *rest = states["numpy"]
+    np.random.set_state((name, np.asarray(keys, dtype=np.uint32), *rest))
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+class RandomStates:
+    """The global generators of a run. Sampling and data order do not use them; users' rewards and tasks may.
+
+    A batch that was given up is done again after a resume: a checkpoint written then holds the states at its start.
+    """
+
+    def __init__(self) -> None:
+        self._batch: dict[str, Any] | None = None
+        self._loaded: dict[str, Any] | None = None
+
+    def begin_batch(self) -> None:
+        if self._loaded is not None:  # only now: setting up draws from the generators too
+            set_rng_states(self._loaded)
+            self._loaded = None
+        self._batch = rng_states()
+
+    def end_batch(self) -> None:
+        self._batch = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._loaded or self._batch or rng_states()
+
+    def load_state_dict(self, states: dict[str, Any]) -> None:
+        self._loaded, self._batch = states, None

@@ -62,7 +62,7 @@ def _warn_off_policy(h: Mapping[str, Any]) -> None:
     changed = [f"{k}={h[k]}" for k, v in neutral.items() if h[k] != v]
     if changed and h["importance_sampling_mode"] is None:
         warnings.warn(
-            f"{', '.join(changed)}: responses are sampled from a truncated or penalised distribution, but trained as if "
-            "drawn from the full one; set importance_sampling_mode (e.g. token_truncate) to correct for it",
+            f"{', '.join(changed)}: responses are sampled from a truncated or penalised distribution, but trained as "
+            "if drawn from the full one; set importance_sampling_mode (e.g. token_truncate) to correct for it",
             stacklevel=3,
         )

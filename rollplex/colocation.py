@@ -41,7 +41,9 @@ class Colocation:
         self.lane.drain_events()
         self.executor.machine.reset()
 
-    def rollout(self, requests: Sequence[Request], units: Sequence[Unit], collect: Callable[[Rollout], int | None]) -> None:
+    def rollout(
+        self, requests: Sequence[Request], units: Sequence[Unit], collect: Callable[[Rollout], int | None]
+    ) -> None:
         """A rollout with the units of the first update around or beside it."""
         self.publish()
         self.executor.rollout(requests, units, collect)

@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch import LightningModule
 from transformers import get_scheduler
 
+from rollplex.checkpoints import RandomStates
 from rollplex.checks import check_settings
 from rollplex.data.records import Group, Prompt, SamplingParams
 from rollplex.evaluation import evaluation_metrics, rollout_groups
@@ -144,6 +145,7 @@ class GRPOModule(LightningModule):
         self.reference: SplitModel | None = None
         self._processor: Any = None
         self._reference_print: list[float] | None = None
+        self._random = RandomStates()
 
     # ---- set-up ----
 
@@ -233,12 +235,15 @@ class GRPOModule(LightningModule):
         if not batch:  # every row was bad; the data module has counted and named them
             self.rollouts_done += 1
             return None
+        self._random.begin_batch()
         colocation = self.colocation
         colocation.timeline.clear()
         start = time.perf_counter()
         step = self.new_step(batch)
         self.zero_grad(set_to_none=True)
-        colocation.rollout(step.requests(seed=self.hparams["seed"], step=self.rollouts_done), step.units(0), step.collect)
+        colocation.rollout(
+            step.requests(seed=self.hparams["seed"], step=self.rollouts_done), step.units(0), step.collect
+        )
         metrics: dict[str, float] = {}
         for update in range(step.num_updates):
             if update > 0:
@@ -246,14 +251,16 @@ class GRPOModule(LightningModule):
             metrics.update(self._update(step, update))
         colocation.publish()
         self.rollouts_done += 1
-        self.updates_in_step = 0
         groups = [step.groups[g] for g in sorted(step.groups)]
         tokens = sum(len(r) for group in groups for r in group.rollouts)
         metrics |= step_metrics(step) | time_metrics(colocation.timeline, time.perf_counter() - start, tokens)
-        metrics["rows_skipped"] = float(len(getattr(self.trainer.datamodule, "bad_rows", ())))
+        data: Any = getattr(self.trainer, "datamodule")  # noqa: B009  (Lightning does not declare it)
+        metrics["rows_skipped"] = float(len(data.bad_rows))
         check_names(metrics)
         for name, value in metrics.items():
             self.log(name, value, batch_size=len(batch), prog_bar=name in ("reward", "tokens_per_second"))
+        self.updates_in_step = 0
+        self._random.end_batch()
         return {"loss": torch.tensor(metrics.get("loss", 0.0)), "groups": groups, "metrics": metrics}
 
     def _update(self, step: GRPOStep, update: int) -> dict[str, float]:
@@ -268,16 +275,18 @@ class GRPOModule(LightningModule):
             limit = self.hparams["max_grad_norm"]
             norm = torch.nn.utils.clip_grad_norm_(parameters, limit if limit is not None else float("inf"))
             if not torch.isfinite(norm):
-                raise RuntimeError(f"the gradient norm is {float(norm)} at update {self.trainer.global_step}; weights kept")
+                raise RuntimeError(
+                    f"the gradient norm is {float(norm)} at update {self.trainer.global_step}; weights kept"
+                )
         else:
             # Nothing to learn from: without gradients the optimizer moves nothing, and the step still counts.
             self.zero_grad(set_to_none=True)
         lr = float(optimizer.param_groups[0]["lr"])
+        self.updates_in_step += 1  # before: an error half way through leaves weights that must not be saved
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         self.lr_schedulers().step()  # type: ignore[union-attr]
         self.actor.version += 1
-        self.updates_in_step += 1
         return {"grad_norm": float(norm), "lr": lr, "updates": float(self.trainer.global_step)}
 
     @property
@@ -301,10 +310,10 @@ class GRPOModule(LightningModule):
             self.colocation, prompts, self.sampling(evaluate=True), self._runners[n], seed=self.hparams["seed"]
         )
 
-    def validation_step(self, batch: list[Prompt], batch_idx: int) -> list[Group]:
+    def validation_step(self, batch: list[Prompt], batch_idx: int) -> Any:
         return self._evaluation_step(batch, "val/")
 
-    def test_step(self, batch: list[Prompt], batch_idx: int) -> list[Group]:
+    def test_step(self, batch: list[Prompt], batch_idx: int) -> Any:
         return self._evaluation_step(batch, "test/")
 
     def predict_step(self, batch: list[Prompt], batch_idx: int) -> list[Group]:
@@ -325,6 +334,7 @@ class GRPOModule(LightningModule):
             "rollouts_done": self.rollouts_done,
             "weights_version": self.actor.version,
             "reference_print": self._reference_print,
+            "random": self._random.state_dict(),
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -333,6 +343,7 @@ class GRPOModule(LightningModule):
             raise ValueError("this checkpoint was not written by Rollplex; start from a model folder instead")
         self.rollouts_done = state["rollouts_done"]
         self.actor.version = state["weights_version"]
+        self._random.load_state_dict(state["random"])
         if self.reference is not None and state["reference_print"] not in (None, self._reference_print):
             raise ValueError(
                 f"the reference model in model={self.hparams['model']!r} is not the one this run started from: its "

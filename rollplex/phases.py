@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import Enum
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rollplex.schedule import Unit
 
 
-class Phase(str, Enum):
+class Phase(StrEnum):
     IDLE = "idle"
     """Between steps: nothing of a step is alive."""
     ROLLOUT = "rollout"

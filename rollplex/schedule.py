@@ -11,7 +11,7 @@ import queue
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 
 from rollplex.data.records import Request, Rollout
 from rollplex.lanes import Drained, EngineError, Event, Failed, Finished, RolloutLane, WindowClosed, WindowOpened
@@ -19,7 +19,7 @@ from rollplex.phases import Notify, Phase, PhaseMachine
 from rollplex.timeline import PHASES, TRAIN_LANE, Timeline
 
 
-class UnitKind(str, Enum):
+class UnitKind(StrEnum):
     REWARD = "reward"
     REF_PREFIX = "ref_prefix"
     REF_SUFFIX = "ref_suffix"
@@ -128,7 +128,9 @@ class Executor:
 
     # ---- a step, phase by phase ----
 
-    def rollout(self, requests: Sequence[Request], units: Iterable[Unit], collect: Callable[[Rollout], int | None]) -> None:
+    def rollout(
+        self, requests: Sequence[Request], units: Iterable[Unit], collect: Callable[[Rollout], int | None]
+    ) -> None:
         """ROLLOUT, SCORE and TRAIN of the first mini-batch.
 
         `collect` takes each finished response and returns the group's index when that group is now complete.
@@ -239,9 +241,7 @@ class Executor:
     def _admitted(self, unit: Unit, state: ScheduleState) -> bool:
         return any(opener(unit, state) for opener in self.openers)
 
-    def _finish(
-        self, pending: list[Unit], state: ScheduleState, phase: Phase, *, stoppable: bool = True
-    ) -> None:
+    def _finish(self, pending: list[Unit], state: ScheduleState, phase: Phase, *, stoppable: bool = True) -> None:
         while any(u.phase is phase for u in pending):
             if stoppable:
                 self.check_stop()

@@ -42,7 +42,7 @@ class RollplexStrategy(SingleDeviceStrategy):
         module: Any = self.lightning_module
         if not hasattr(module, "actor"):
             raise ValueError(
-                f"strategy=rollplex drives a GRPOModule, but the model is a {type(module).__name__}; subclass GRPOModule"
+                f"strategy=rollplex drives a GRPOModule, but the model is a {type(module).__name__}: subclass that"
             )
         module.place(self.root_device)
         self.colocation.start(trainer, module.actor, module.processor, self.root_device)

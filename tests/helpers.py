@@ -23,7 +23,8 @@ def make_prompt(processor: Any, text: str, *, images=(), video_frames: int = 0, 
     if video_frames:
         parts.append({"type": "video"})
         kwargs["videos"] = [[picture(56, 56, seed=i) for i in range(video_frames)]]
-        kwargs["videos_kwargs"] = {"do_sample_frames": False, "fps": fps}
+        metadata = {"total_num_frames": video_frames, "fps": fps, "frames_indices": list(range(video_frames))}
+        kwargs["videos_kwargs"] = {"do_sample_frames": False, "video_metadata": [metadata]}
     if images:
         kwargs["images"] = list(images)
     parts.append({"type": "text", "text": text})

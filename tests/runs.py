@@ -9,7 +9,7 @@ import torch
 from helpers import picture
 from lightning.pytorch import Trainer, seed_everything
 
-from rollplex import GRPOModule, RollplexStrategy, Rollout, Sample, VLMDataModule, VLMTask
+from rollplex import GRPOModule, Rollout, RollplexStrategy, Sample, VLMDataModule, VLMTask
 
 
 class PictureTask(VLMTask):
@@ -26,7 +26,10 @@ class PictureTask(VLMTask):
         ]
 
     def messages(self, sample: Sample) -> list[dict[str, Any]]:
-        images = [{"type": "image", "image": picture(w, h, seed=sample["number"] + j)} for j, (w, h) in enumerate(sample["sizes"])]
+        images = [
+            {"type": "image", "image": picture(w, h, seed=sample["number"] + j)}
+            for j, (w, h) in enumerate(sample["sizes"])
+        ]
         return [{"role": "user", "content": [*images, {"type": "text", "text": "what?"}]}]
 
     def reward(self, sample: Sample, response: Rollout):
@@ -63,7 +66,9 @@ def run(
     )  # fmt: skip
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        fit = Trainer(strategy=RollplexStrategy(engine=engine), callbacks=list(callbacks), **(options | (trainer or {})))
+        fit = Trainer(
+            strategy=RollplexStrategy(engine=engine), callbacks=list(callbacks), **(options | (trainer or {}))
+        )
         fit.fit(module, datamodule=data, ckpt_path=ckpt_path)
     return module
 

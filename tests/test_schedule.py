@@ -33,9 +33,7 @@ class Bench:
     def __init__(self, groups: int = 2, g: int = 2, *, lengths=None, timeout=None, **engine) -> None:
         self.groups, self.g = groups, g
         lengths = lengths or {}
-        self.engine = FakeEngine(
-            lambda r: Scripted([65] * lengths.get(r.key, 1 + r.group + r.index)), **engine
-        )
+        self.engine = FakeEngine(lambda r: Scripted([65] * lengths.get(r.key, 1 + r.group + r.index)), **engine)
         self.timeline = Timeline()
         self.lane = RolloutLane(self.engine, self.timeline)
         self.log: list[tuple] = []
@@ -252,9 +250,22 @@ def test_phase_table_is_closed_and_refuses_the_rest():
     assert set(TRANSITIONS) == set(Phase)
     events = []
     machine = PhaseMachine(lambda *e: events.append(e))
-    for phase in (Phase.ROLLOUT, Phase.SCORE, Phase.TRAIN, Phase.UPDATE, Phase.TRAIN, Phase.UPDATE, Phase.PUBLISH, Phase.IDLE):
+    for phase in (
+        Phase.ROLLOUT,
+        Phase.SCORE,
+        Phase.TRAIN,
+        Phase.UPDATE,
+        Phase.TRAIN,
+        Phase.UPDATE,
+        Phase.PUBLISH,
+        Phase.IDLE,
+    ):
         machine.to(phase)
-    assert events[:3] == [("on_phase_start", Phase.ROLLOUT), ("on_phase_end", Phase.ROLLOUT), ("on_phase_start", Phase.SCORE)]
+    assert events[:3] == [
+        ("on_phase_start", Phase.ROLLOUT),
+        ("on_phase_end", Phase.ROLLOUT),
+        ("on_phase_start", Phase.SCORE),
+    ]
     with pytest.raises(AssertionError, match="idle -> train"):
         machine.to(Phase.TRAIN)
 

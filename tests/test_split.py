@@ -24,7 +24,11 @@ def prompts_for(kind: str, processor) -> list[list[Prompt]]:
     return {
         "text": [[make("plain question")], [make("a longer plain question?")]],
         "image": [[make("what is it?", images=[picture(56, 84)])]],
-        "mixed": [[make("no picture")], [make("x", images=[picture(140, 28)])], [make("longer", images=[picture(56, 56)])]],
+        "mixed": [
+            [make("no picture")],
+            [make("x", images=[picture(140, 28)])],
+            [make("longer", images=[picture(56, 56)])],
+        ],
         "two_images": [[make("compare", images=[picture(56, 84, 1), picture(112, 56, 2)])]],
         "bundle": [[make("same", images=[picture(56, 56, i)]) for i in range(3)]],
         "bundle_shapes": [[make("same", images=[picture(56, 112, 1)]), make("same", images=[picture(112, 56, 2)])]],

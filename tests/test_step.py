@@ -8,10 +8,10 @@ import math
 import pytest
 import torch
 from fake_engine import FakeEngine, Scripted
-from runs import PictureTask, largest_difference, run, same_bits, weights
-
 from rollplex.callbacks import GroupStreaming, PrefixOverlap
+
 from rollplex.models.registry import load_hf
+from runs import PictureTask, largest_difference, run, same_bits, weights
 
 
 def initial(folder) -> dict[str, torch.Tensor]:
@@ -79,6 +79,7 @@ def test_lp_08_missing_rewards_are_counted_and_isolated(parity_folder, tmp_path)
 
 def test_lp_08_a_response_without_reward_contributes_nothing(parity_folder, tmp_path):
     """Whatever tokens the unscored response had, the weights come out the same, bit for bit."""
+
     def reward(sample, response):
         return None if response.index == 1 else float(response.index)
 
@@ -103,7 +104,13 @@ def test_lp_12_truncated_responses_leave_numerator_and_denominator(parity_folder
     reasons = ["stop", "length", "stop", "length"]
     task = PictureTask(reward=lambda s, r: float(r.index))
     a, b = (
-        run(parity_folder, tmp_path, task=task, engine=scripted(((65, 66, 67), x, (80, 81), y), reasons=reasons), **settings)
+        run(
+            parity_folder,
+            tmp_path,
+            task=task,
+            engine=scripted(((65, 66, 67), x, (80, 81), y), reasons=reasons),
+            **settings,
+        )
         for x, y in (((70,), (90, 91, 92, 93)), ((1, 2, 3, 4, 5, 6), (9, 8, 7)))
     )
     assert same_bits(weights(a), weights(b))
@@ -134,7 +141,12 @@ def test_tok_05_vision_tokens_in_a_response_end_with_a_finite_loss(parity_folder
 
 def test_pos_07_end_token_counts_once_when_finished_and_never_when_cut(parity_folder, tmp_path):
     end = 258  # <|im_end|>
-    module = run(parity_folder, tmp_path, steps=1, engine=scripted(((5, end), (5, 6, 7), (5, end), (8, 9)), reasons=["stop", "length", "stop", "length"]))
+    module = run(
+        parity_folder,
+        tmp_path,
+        steps=1,
+        engine=scripted(((5, end), (5, 6, 7), (5, end), (8, 9)), reasons=["stop", "length", "stop", "length"]),
+    )
     group = module.seen[0]["groups"][0]
     assert [int((r.token_ids == end).sum()) for r in group.rollouts] == [1, 0, 1, 0]
     assert module.seen[0]["metrics"]["completions_truncated"] == 0.5
@@ -147,9 +159,16 @@ def test_pos_07_end_token_counts_once_when_finished_and_never_when_cut(parity_fo
 def test_lp_13_micro_batches_and_bundles_do_not_change_the_update(parity_folder, tmp_path, loss_type):
     """SGD-like view: compare gradients through one plain update (Adam would hide a scale)."""
     grads = []
-    for cut in (dict(), dict(responses_per_pass=1), dict(responses_per_pass=3), dict(prompts_per_pass=4, responses_per_pass=2)):
+    for cut in (
+        dict(),
+        dict(responses_per_pass=1),
+        dict(responses_per_pass=3),
+        dict(prompts_per_pass=4, responses_per_pass=2),
+    ):
         engine = scripted(((65,), (66, 67, 68), (70, 71, 72, 73), (80, 81, 82, 83, 84, 85)))
-        module = run(parity_folder, tmp_path, steps=1, engine=engine, loss_type=loss_type, beta=0.1, cls=KeepGradients, **cut)
+        module = run(
+            parity_folder, tmp_path, steps=1, engine=engine, loss_type=loss_type, beta=0.1, cls=KeepGradients, **cut
+        )
         grads.append(module.gradients)
     for other in grads[1:]:
         for name, g in grads[0].items():
@@ -158,7 +177,7 @@ def test_lp_13_micro_batches_and_bundles_do_not_change_the_update(parity_folder,
                 assert float((other[name] - g).norm()) / scale < 1e-5, name
 
 
-from rollplex import GRPOModule  # noqa: E402
+from rollplex import GRPOModule
 
 
 class KeepGradients(GRPOModule):
@@ -219,7 +238,9 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(f"{k}={v}" for k, v in c.items()) or "plain")
 def test_overlap_and_streaming_equal_serial_bit_for_bit(parity_folder, tmp_path, case):
     def trained(*callbacks):
-        return run(parity_folder, tmp_path, steps=2, callbacks=callbacks, max_completion_length=12, **copy.deepcopy(case))
+        return run(
+            parity_folder, tmp_path, steps=2, callbacks=callbacks, max_completion_length=12, **copy.deepcopy(case)
+        )
 
     serial = trained()
     assert not same_bits(weights(serial), initial(parity_folder))

@@ -217,7 +217,7 @@ def test_requests_with_different_settings_share_a_batch(actor, tiny_processor, p
     ]
     mixed = [Request(b, i, p, s, seed=10 * b + i) for b, p in enumerate(prompts) for i, s in enumerate(settings)]
     got = run(started(actor, tiny_processor), mixed)
-    for r in mixed:
+    for r in mixed[::5]:  # every setting with another prompt
         assert same(got[r.key], run(started(actor, tiny_processor), [r])[r.key])
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from rollplex.data.records import Request, Rollout
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rollplex.models.split_model import SplitModel
 
 
-class WindowState(str, Enum):
+class WindowState(StrEnum):
     IDLE = "idle"
     """Nothing unfinished."""
     PREFILL = "prefill"

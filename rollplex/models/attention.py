@@ -148,7 +148,7 @@ class SharedPrefixAttention(torch.autograd.Function):
     """Exact attention of N suffix rows to [their group's prompt | their own causal tokens]."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, q_NhTd: Tensor, k_NkTd: Tensor, v_NkTd: Tensor, pk_BkPd: Tensor, pv_BkPd: Tensor, scale: float
     ) -> Tensor:
         n, h, t, _ = q_NhTd.shape
@@ -163,7 +163,7 @@ class SharedPrefixAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, pk, pv, out, lse = ctx.saved_tensors
         n, h, t, d = q.shape
         b, kv = pk.shape[:2]

@@ -38,7 +38,7 @@ def _chunk(h_MH: Tensor, w_VH: Tensor, start: int, stop: int, temperature: float
 
 class _LinearLogps(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, h_MH: Tensor, w_VH: Tensor, target_M: Tensor, temperature: float, banned_V: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         m, v = h_MH.shape[0], w_VH.shape[0]
@@ -67,7 +67,7 @@ class _LinearLogps(torch.autograd.Function):
         return chosen_M - lse_M, entropy_M
 
     @staticmethod
-    def backward(ctx: Any, g_logp_M: Tensor, g_ent_M: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, g_logp_M: Tensor, g_ent_M: Tensor) -> tuple[Tensor | None, ...]:
         h_MH, w_VH, target_M, lse_M, entropy_M = ctx.saved_tensors
         need_h, need_w = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
         dh_MH = torch.zeros_like(h_MH) if need_h else None

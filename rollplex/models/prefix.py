@@ -11,6 +11,7 @@ Shape legend: B prompts, P prompt tokens, k key/value heads, d head size, H hidd
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -80,7 +81,7 @@ class PrefixState:
                     leaf.register_post_accumulate_grad_hook(self._widen(i))
             self.leaves.append(leaf)
 
-    def _widen(self, i: int):  # type: ignore[no-untyped-def]
+    def _widen(self, i: int) -> Callable[[Tensor], None]:
         def hook(leaf: Tensor) -> None:
             # Autograd would add micro-batches in bf16, which loses small ones.
             assert leaf.grad is not None

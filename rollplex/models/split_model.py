@@ -46,14 +46,14 @@ class SplitModel(ABC):
 
     def __init__(
         self,
-        hf: nn.Module,
+        hf: Any,
         *,
         share_kv: bool = True,
         prefix_checkpointing: bool = False,
         suffix_checkpointing: bool = False,
     ) -> None:
-        self.hf: Any = hf
-        self.config = hf.config
+        self.hf = hf
+        self.config: Any = hf.config
         self.share_kv = share_kv
         self.prefix_checkpointing = prefix_checkpointing
         self.suffix_checkpointing = suffix_checkpointing
@@ -105,8 +105,9 @@ class SplitModel(ABC):
         return mask
 
     def _refuse_dropout(self) -> None:
-        for where in (self.config, getattr(self.config, "text_config", None), getattr(self.config, "vision_config", None)):
-            for name, value in (where.to_dict() if where is not None else {}).items():
+        parts = [getattr(self.config, name, None) for name in ("text_config", "vision_config")]
+        for config in [self.config, *filter(None, parts)]:
+            for name, value in config.to_dict().items():
                 if name.endswith("dropout") and isinstance(value, float) and value > 0:
                     raise ValueError(
                         f"{name}={value} in the model's config: with dropout the rollout and the update see different "
@@ -222,7 +223,7 @@ class _Checkpointing:
     """Sets transformers' per-layer checkpointing flags for one pass and puts them back."""
 
     def __init__(self, roots: Sequence[nn.Module], enabled: bool) -> None:
-        self.layers = [m for m in _modules(roots) if hasattr(m, "gradient_checkpointing")]
+        self.layers: list[Any] = [m for m in _modules(roots) if hasattr(m, "gradient_checkpointing")]
         self.enabled = enabled
 
     def __enter__(self) -> None:
