@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
-from rollplex.callbacks.files import free_path
 
+from rollplex.callbacks.files import free_path
 from rollplex.schedule import StopRequested
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class GracefulStop(Callback):
                 os.write(2, f"\nthe run failed after {trainer.global_step} updates; {saved}\n".encode())
         self._restore()
 
-    def _save(self, trainer: Trainer, module: Any) -> str:
+    def _save(self, trainer: Any, module: Any) -> str:
         """Save if that makes sense; what came of it, in words."""
         if trainer.state.fn != "fit" or trainer.fast_dev_run or module.rollouts_done == 0:
             return "there was nothing to save"
@@ -140,12 +140,13 @@ def _rewind(trainer: Trainer) -> None:
     its first batches, and moves the step that loggers see by one.
     """
     loop = trainer.fit_loop.epoch_loop
-    progress = loop.batch_progress
+    progress: Any = loop.batch_progress
     if trainer.validating:
         # Whole validation again. Lightning knows "in the middle of it" by one batch started and not processed.
         validation = loop.val_loop.batch_progress
         done = validation.current.completed
-        for tracker in (validation.total, validation.current):
+        trackers: tuple[Any, Any] = (validation.total, validation.current)
+        for tracker in trackers:
             tracker.completed -= done
             tracker.processed = tracker.completed
             tracker.started = tracker.ready = tracker.completed + 1

@@ -33,8 +33,11 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 def rng_states() -> dict[str, Any]:
     """States of Python's, NumPy's and torch's global generators, in types that a weights-only load accepts."""
     name, keys, *rest = np.random.get_state()
-    states = {"python": random.getstate(), "numpy": (name, np.asarray(keys).tolist(), *rest)}
-    states["torch"] = torch.get_rng_state()
+    states: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": (name, np.asarray(keys).tolist(), *rest),
+        "torch": torch.get_rng_state(),
+    }
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state()
     return states
@@ -54,24 +57,44 @@ def set_rng_states(states: dict[str, Any]) -> None:
 class RandomStates:
     """The global generators of a run. Sampling and data order do not use them; users' rewards and tasks may.
 
-    A batch that was given up is done again after a resume: a checkpoint written then holds the states at its start.
+    What was given up is done again after a resume: a checkpoint written then holds the states from before it.
     """
 
     def __init__(self) -> None:
-        self._batch: dict[str, Any] | None = None
+        self._before: dict[str, Any] | None = None
         self._loaded: dict[str, Any] | None = None
 
-    def begin_batch(self) -> None:
-        if self._loaded is not None:  # only now: setting up draws from the generators too
-            set_rng_states(self._loaded)
-            self._loaded = None
-        self._batch = rng_states()
+    def begin(self) -> None:
+        """Something that may be given up begins."""
+        self._before = rng_states()
 
-    def end_batch(self) -> None:
-        self._batch = None
+    def end(self) -> None:
+        """It is complete."""
+        self._before = None
 
     def state_dict(self) -> dict[str, Any]:
-        return self._loaded or self._batch or rng_states()
+        return self._before or rng_states()
 
     def load_state_dict(self, states: dict[str, Any]) -> None:
-        self._loaded, self._batch = states, None
+        self._loaded, self._before = states, None
+
+    def restore(self) -> None:
+        """Set what was loaded; once."""
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None:
+            set_rng_states(loaded)
+
+
+class WithRandomStates:
+    """The part of a LightningModule that keeps them; the module calls begin and end around a training batch."""
+
+    random_states: RandomStates
+
+    def on_train_start(self) -> None:
+        self.random_states.restore()  # only now: setting up draws from the generators too
+
+    def on_validation_epoch_start(self) -> None:
+        self.random_states.begin()
+
+    def on_validation_epoch_end(self) -> None:
+        self.random_states.end()

@@ -4,19 +4,41 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
-from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.cli import LightningCLI, instantiate_class
 
 import rollplex.strategy  # noqa: F401  (registers the strategy names)
 from rollplex.data.datamodule import VLMDataModule
+from rollplex.export import main as export_main
 from rollplex.module import GRPOModule
+
+
+def _verify(arguments: list[str]) -> None:
+    from rollplex.verify import main  # it builds on the class below
+
+    main(arguments)
+
+
+COMMANDS: dict[str, Callable[[list[str]], None]] = {"export": export_main, "verify": _verify}
+"""Subcommands that are not the Trainer's, with parsers of their own."""
+
+DEFAULT_CALLBACKS = (
+    "rollplex.callbacks.GracefulStop",
+    "rollplex.callbacks.PhaseProgressBar",
+    "rollplex.callbacks.PredictionWriter",
+)
+"""What every run gets unless its YAML has one of the same class (for the bar: any other bar, or none)."""
 
 
 class RollplexCLI(LightningCLI):
     """Model, data, trainer and callbacks from YAML and dotted overrides; classes by class_path."""
 
     def __init__(self, **kwargs: Any) -> None:
+        kwargs.setdefault("parser_kwargs", {"epilog": f"Also: {', '.join(COMMANDS)} (rollplex COMMAND --help)."})
         super().__init__(
             GRPOModule,
             VLMDataModule,
@@ -26,10 +48,43 @@ class RollplexCLI(LightningCLI):
             **kwargs,
         )
 
+    def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
+        chosen = config.get("callbacks") or []
+        chosen = [*chosen, *callbacks] if isinstance(chosen, list) else [chosen, *callbacks]
+        for path in DEFAULT_CALLBACKS:
+            default = instantiate_class((), {"class_path": path})
+            kind = ProgressBar if isinstance(default, ProgressBar) else type(default)
+            off = kind is ProgressBar and config.get("enable_progress_bar") is False
+            if not off and not any(isinstance(callback, kind) for callback in chosen):
+                callbacks = [*callbacks, default]
+        return super()._instantiate_trainer(config, callbacks)
+
+    def predict(self, **kwargs: Any) -> None:
+        """Predictions go to a file (PredictionWriter): they need not be kept in memory too."""
+        if kwargs.get("return_predictions") is None:
+            kwargs["return_predictions"] = False
+        self.trainer.predict(**kwargs)
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """A run that was asked to stop ends with one line and the exit code of its signal."""
+        try:
+            super()._run_subcommand(subcommand)
+        except SystemExit:  # Lightning's answer to KeyboardInterrupt, after its clean-up
+            callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
+            stopped = next((c for c in callbacks if getattr(c, "exit_code", None) is not None), None)
+            if stopped is None:
+                raise
+            print(stopped.message, flush=True)
+            raise SystemExit(stopped.exit_code) from None
+
 
 def main(args: list[str] | None = None) -> None:
     """Console entry point."""
     # A task named by class_path lives in the user's folder, which a console script does not search.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    RollplexCLI(args=args)
+    arguments = sys.argv[1:] if args is None else args
+    if arguments and arguments[0] in COMMANDS:
+        COMMANDS[arguments[0]](arguments[1:])
+    else:
+        RollplexCLI(args=args)

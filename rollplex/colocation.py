@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rollplex.admission import Admission
+from rollplex.cores import LaneThreads
 from rollplex.data.records import Request, Rollout
 from rollplex.engines.base import EngineContext, RolloutEngine
 from rollplex.engines.torch_engine import TorchEngine
@@ -20,13 +22,22 @@ if TYPE_CHECKING:
 class Colocation:
     """The engine and both lanes. A strategy holds one and forwards its set-up and teardown."""
 
-    def __init__(self, engine: RolloutEngine | None, *, threads: int | None, timeout: float | None) -> None:
+    def __init__(
+        self,
+        engine: RolloutEngine | None,
+        *,
+        threads: LaneThreads | None = None,
+        admission: Admission | None = None,
+        timeout: float | None = None,
+    ) -> None:
         self.engine = engine or TorchEngine()
         self.timeline = Timeline()
-        self._threads = threads
+        self.threads = threads or LaneThreads()
         self._trainer: Any = None
-        self.lane = RolloutLane(self.engine, self.timeline, threads=threads)
-        self.executor = Executor(self.lane, self.timeline, self._notify, timeout=timeout)
+        self.lane = RolloutLane(self.engine, self.timeline, self.threads)
+        self.executor = Executor(
+            self.lane, self.timeline, self._notify, timeout=timeout, admission=admission, threads=self.threads
+        )
         self._model: SplitModel | None = None
         self._published: int | None = None
 
@@ -34,10 +45,13 @@ class Colocation:
         """Start the engine on the rollout lane; the model must be where it stays."""
         self._trainer, self._model = trainer, model
         self._published = None
+        self.threads.settle()
         self.lane.start(EngineContext(model=model, processor=processor, device=device))
 
     def close(self) -> None:
-        self.lane.close()
+        if self.lane.running:
+            self.lane.close()
+            self.threads.restore()
         self.lane.drain_events()
         self.executor.machine.reset()
 

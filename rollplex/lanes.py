@@ -14,8 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
+from rollplex.cores import LaneThreads
 from rollplex.data.records import Request, Rollout
 from rollplex.engines.base import EngineContext, RolloutEngine, WindowState
 from rollplex.timeline import ROLLOUT_LANE, Timeline
@@ -56,11 +55,11 @@ Event = WindowOpened | WindowClosed | Finished | Drained | Failed
 class RolloutLane:
     """Start it, submit, read events, close it. A lane that failed stays up only to be closed."""
 
-    def __init__(self, engine: RolloutEngine, timeline: Timeline, *, threads: int | None = None) -> None:
+    def __init__(self, engine: RolloutEngine, timeline: Timeline, threads: LaneThreads | None = None) -> None:
         self.engine = engine
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._timeline = timeline
-        self._threads = threads
+        self._threads = threads or LaneThreads()
         self._commands: queue.SimpleQueue[tuple[Callable[[RolloutEngine], Any], Future[Any]] | None]
         self._commands = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -129,9 +128,7 @@ class RolloutLane:
         self._settle(engine)
 
     def _run(self) -> None:
-        if self._threads is not None:
-            # A thread's first parallel region would inherit the count set last anywhere in the process.
-            torch.set_num_threads(self._threads)
+        self._threads.apply(ROLLOUT_LANE)
         try:
             while self._apply_commands():
                 if self._busy and self._failed is None:
@@ -165,6 +162,9 @@ class RolloutLane:
 
     def _step(self) -> None:
         before = self.engine.window
+        rows = self.engine.num_running
+        beside = self._threads.co_running
+        self._threads.apply(ROLLOUT_LANE)
         start = time.perf_counter()
         try:
             finished = self.engine.step()
@@ -173,7 +173,9 @@ class RolloutLane:
             self._failed = error
             self.events.put(Failed(error))
             return
-        self._timeline.add(ROLLOUT_LANE, before.value, start, time.perf_counter())
+        # A step that a unit began or ended in counts for neither side.
+        co = beside if beside == self._threads.co_running else None
+        self._timeline.add(ROLLOUT_LANE, before.value, start, time.perf_counter(), rows=rows, co=co)
         for rollout in finished:
             self.events.put(Finished(rollout))
         self._announce(after)

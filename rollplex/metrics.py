@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rollplex.admission import Admission
 from rollplex.timeline import PHASES, ROLLOUT_LANE, TRAIN_LANE, Timeline
 
 if TYPE_CHECKING:
@@ -44,6 +45,15 @@ METRICS: dict[str, tuple[str, str]] = {
     "time/step": ("s", "wall-clock of the step, without data loading"),
     "time/{phase}": ("s", "time in one phase: rollout, score, train, update, publish"),
     "time/hidden": ("s", "train-lane unit time that ran inside the rollout phase"),
+    "time/window": ("s", "time of decode steps: where units may be hidden"),
+    "time/idle/{lane}": ("s", "time of the step in which a lane (rollout, train) did nothing"),
+    "overlap_efficiency": ("fraction", "prefix unit time that ran inside the rollout phase"),
+    "decode_slowdown": ("fraction", "alpha: how much longer a decode step takes beside a unit, running mean"),
+    "units_admitted": ("units", "units that were let into the decode window"),
+    "units_refused/{reason}": (
+        "units",
+        "units kept out: memory (budget), slow (does not pay), probe (measuring)",
+    ),
     "tokens_per_second": ("tokens/s", "sampled response tokens per second of the step"),
     "rollout_tokens_per_second": ("tokens/s", "sampled response tokens per second of the rollout phase"),
     "val/reward": ("", "mean total reward on the validation split"),
@@ -112,7 +122,22 @@ def time_metrics(timeline: Timeline, seconds: float, tokens: int) -> dict[str, f
     rollout = timeline.seconds(ROLLOUT_LANE)
     if rollout > 0:
         out["rollout_tokens_per_second"] = tokens / rollout
+    out["time/window"] = timeline.seconds(ROLLOUT_LANE, "decode")
+    for lane in (ROLLOUT_LANE, TRAIN_LANE):
+        out[f"time/idle/{lane}"] = max(0.0, seconds - timeline.seconds(lane))
+    prefixes = [s for s in timeline.spans() if s.lane == TRAIN_LANE and s.name.endswith("_prefix")]
+    if prefixes:
+        hidden = sum(s.seconds for s in prefixes if s.arguments["hidden"])
+        out["overlap_efficiency"] = hidden / sum(s.seconds for s in prefixes)
     return out
+
+
+def admission_metrics(admission: Admission) -> dict[str, float]:
+    """What the last rollout let into its window, and the measured decode slow-down."""
+    out = {"units_admitted": float(admission.admitted)}
+    out |= {f"units_refused/{reason}": float(len(units)) for reason, units in admission.refused.items() if units}
+    alpha = admission.measurements.alpha
+    return out if alpha is None else out | {"decode_slowdown": alpha}
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:

@@ -11,25 +11,25 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule
-from transformers import get_scheduler
 
-from rollplex.checkpoints import RandomStates
+from rollplex.checkpoints import RandomStates, WithRandomStates
 from rollplex.checks import check_settings
 from rollplex.data.records import Group, Prompt, SamplingParams
 from rollplex.evaluation import evaluation_metrics, rollout_groups
 from rollplex.grpo.advantages import ScaleRewards
 from rollplex.grpo.importance import ImportanceMode
 from rollplex.grpo.losses import ImportanceLevel, KLEstimator, LossSettings, LossType
-from rollplex.metrics import check_names, step_metrics, time_metrics
+from rollplex.metrics import admission_metrics, check_names, step_metrics, time_metrics
 from rollplex.models.registry import load_hf, load_processor, split
 from rollplex.models.split_model import Part, SplitModel
+from rollplex.optim import make_optimizer
 from rollplex.rewards.runner import RewardRunner
 from rollplex.step import GRPOStep, StepSettings
 
 SchedulerType = Literal["constant", "constant_with_warmup", "linear", "cosine"]
 
 
-class GRPOModule(LightningModule):
+class GRPOModule(WithRandomStates, LightningModule):
     """Synchronous on-policy GRPO (arXiv 2402.03300) for a vision-language model.
 
     One `training_step` is one rollout batch: generate, score, one or more optimizer steps, publish.
@@ -76,6 +76,7 @@ class GRPOModule(LightningModule):
         suffix_checkpointing: Recompute suffix activations in backward.
         prompts_per_pass: Prompts of equal length that share a prefix pass.
         responses_per_pass: Responses of each prompt in one suffix pass; None takes all.
+        share_prefix: One prefix per prompt; false recomputes it for each response, the baseline of other systems.
         eval_num_generations: Responses per prompt in validation and test; above 1 gives pass@k.
         eval_temperature: 0 is greedy.
         seed: Of sampling. Data order has its own (the data module's).
@@ -123,6 +124,7 @@ class GRPOModule(LightningModule):
         suffix_checkpointing: bool = False,
         prompts_per_pass: int = 1,
         responses_per_pass: int | None = None,
+        share_prefix: bool = True,
         eval_num_generations: int = 1,
         eval_temperature: float = 0.0,
         seed: int = 0,
@@ -145,7 +147,7 @@ class GRPOModule(LightningModule):
         self.reference: SplitModel | None = None
         self._processor: Any = None
         self._reference_print: list[float] | None = None
-        self._random = RandomStates()
+        self.random_states = RandomStates()
 
     # ---- set-up ----
 
@@ -205,15 +207,7 @@ class GRPOModule(LightningModule):
         )
 
     def configure_optimizers(self) -> Any:
-        h = self.hparams
-        trained = [p for p in self.policy.parameters() if p.requires_grad]
-        groups = [
-            {"params": [p for p in trained if p.ndim >= 2], "weight_decay": h["weight_decay"]},
-            {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-        ]
-        optimizer = torch.optim.AdamW(groups, lr=h["learning_rate"], betas=(h["adam_beta1"], h["adam_beta2"]))
-        scheduler = get_scheduler(h["lr_scheduler_type"], optimizer, h["warmup_steps"], h["lr_decay_steps"])
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return make_optimizer(self.policy.parameters(), self.hparams)
 
     # ---- training ----
 
@@ -224,7 +218,7 @@ class GRPOModule(LightningModule):
             **{k: h[k] for k in (
                 "num_generations", "scale_rewards", "mask_truncated_completions", "num_iterations",
                 "num_mini_batches", "prompts_per_pass", "responses_per_pass", "importance_sampling_mode",
-                "importance_sampling_cap",
+                "importance_sampling_cap", "share_prefix",
             )},
         )  # fmt: skip
         return GRPOStep(self.actor, self.reference, self._runners[h["num_generations"]], prompts, settings)
@@ -235,12 +229,13 @@ class GRPOModule(LightningModule):
         if not batch:  # every row was bad; the data module has counted and named them
             self.rollouts_done += 1
             return None
-        self._random.begin_batch()
+        self.random_states.begin()
         colocation = self.colocation
         colocation.timeline.clear()
         start = time.perf_counter()
         step = self.new_step(batch)
         self.zero_grad(set_to_none=True)
+        colocation.executor.held_bytes = lambda: step.held_bytes
         colocation.rollout(
             step.requests(seed=self.hparams["seed"], step=self.rollouts_done), step.units(0), step.collect
         )
@@ -254,13 +249,13 @@ class GRPOModule(LightningModule):
         groups = [step.groups[g] for g in sorted(step.groups)]
         tokens = sum(len(r) for group in groups for r in group.rollouts)
         metrics |= step_metrics(step) | time_metrics(colocation.timeline, time.perf_counter() - start, tokens)
-        data: Any = getattr(self.trainer, "datamodule")  # noqa: B009  (Lightning does not declare it)
-        metrics["rows_skipped"] = float(len(data.bad_rows))
+        metrics |= admission_metrics(colocation.executor.admission)
+        metrics["rows_skipped"] = float(len(self.trainer.datamodule.bad_rows))  # type: ignore[attr-defined]
         check_names(metrics)
         for name, value in metrics.items():
             self.log(name, value, batch_size=len(batch), prog_bar=name in ("reward", "tokens_per_second"))
         self.updates_in_step = 0
-        self._random.end_batch()
+        self.random_states.end()
         return {"loss": torch.tensor(metrics.get("loss", 0.0)), "groups": groups, "metrics": metrics}
 
     def _update(self, step: GRPOStep, update: int) -> dict[str, float]:
@@ -334,7 +329,7 @@ class GRPOModule(LightningModule):
             "rollouts_done": self.rollouts_done,
             "weights_version": self.actor.version,
             "reference_print": self._reference_print,
-            "random": self._random.state_dict(),
+            "random": self.random_states.state_dict(),
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -343,7 +338,7 @@ class GRPOModule(LightningModule):
             raise ValueError("this checkpoint was not written by Rollplex; start from a model folder instead")
         self.rollouts_done = state["rollouts_done"]
         self.actor.version = state["weights_version"]
-        self._random.load_state_dict(state["random"])
+        self.random_states.load_state_dict(state["random"])
         if self.reference is not None and state["reference_print"] not in (None, self._reference_print):
             raise ValueError(
                 f"the reference model in model={self.hparams['model']!r} is not the one this run started from: its "

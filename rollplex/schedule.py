@@ -13,10 +13,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from rollplex.admission import Admission
+from rollplex.cores import LaneThreads
 from rollplex.data.records import Request, Rollout
 from rollplex.lanes import Drained, EngineError, Event, Failed, Finished, RolloutLane, WindowClosed, WindowOpened
 from rollplex.phases import Notify, Phase, PhaseMachine
-from rollplex.timeline import PHASES, TRAIN_LANE, Timeline
+from rollplex.timeline import PHASES, ROLLOUT_LANE, TRAIN_LANE, Timeline
 
 
 class UnitKind(StrEnum):
@@ -69,6 +71,9 @@ class Unit:
     needs_responses: bool = True
     """False for prefix units: they may start before their groups are complete."""
 
+    work: float = 1.0
+    """How much there is to do (tokens), to compare the speed of units of one kind."""
+
     @property
     def id(self) -> UnitId:
         return (self.kind, self.index)
@@ -114,9 +119,22 @@ class StopRequested(KeyboardInterrupt):
 class Executor:
     """Runs a step's units on the calling (train) thread, beside the rollout lane."""
 
-    def __init__(self, lane: RolloutLane, timeline: Timeline, notify: Notify, *, timeout: float | None = None) -> None:
+    def __init__(
+        self,
+        lane: RolloutLane,
+        timeline: Timeline,
+        notify: Notify,
+        *,
+        timeout: float | None = None,
+        admission: Admission | None = None,
+        threads: LaneThreads | None = None,
+    ) -> None:
         self.lane = lane
         self.timeline = timeline
+        self.admission = admission or Admission(measure=False)
+        self.threads = threads or LaneThreads()
+        self.held_bytes: Callable[[], int] = lambda: 0
+        """Bytes of prefix state alive now; set for each step."""
         self.machine = PhaseMachine(notify)
         self.openers: list[Opener] = []
         self.stop_requested: str | None = None
@@ -137,10 +155,12 @@ class Executor:
         """
         pending = _by_order(units)
         state = ScheduleState(accumulate_order=[u.id for u in pending if u.kind in ACCUMULATING_KINDS])
+        self.admission.start_step()
         with self._guard():
             self.enter(Phase.ROLLOUT)
             self.lane.submit(requests)
             self._overlapped(pending, state, collect)
+            self._learn_decode_times()
             self.enter(Phase.SCORE)
             self._finish(pending, state, Phase.SCORE)
             self.enter(Phase.TRAIN)
@@ -206,6 +226,13 @@ class Executor:
             elif self.timeout is not None and time.monotonic() - last_event > self.timeout:
                 raise EngineError(f"the engine gave no sign of life for {self.timeout:g} s during the rollout phase")
 
+    def _learn_decode_times(self) -> None:
+        for span in self.timeline.spans():
+            if span.lane == ROLLOUT_LANE and span.name == "decode":
+                rows, co = span.arguments["rows"], span.arguments["co"]
+                if co is not None:
+                    self.admission.measurements.add_decode(span.seconds, rows, co)
+
     def _poll(self, wait: float) -> Event | None:
         try:
             return self.lane.events.get(timeout=wait) if wait else self.lane.events.get_nowait()
@@ -239,7 +266,10 @@ class Executor:
         )
 
     def _admitted(self, unit: Unit, state: ScheduleState) -> bool:
-        return any(opener(unit, state) for opener in self.openers)
+        if not any(opener(unit, state) for opener in self.openers):
+            return False
+        held = self.held_bytes() if unit.kind in PREFIX_KINDS else 0
+        return self.admission.admits(unit.id, unit.kind.value, unit.work, held)
 
     def _finish(self, pending: list[Unit], state: ScheduleState, phase: Phase, *, stoppable: bool = True) -> None:
         while any(u.phase is phase for u in pending):
@@ -253,12 +283,22 @@ class Executor:
     def _run(self, unit: Unit, state: ScheduleState) -> None:
         self._notify("on_unit_start", unit)
         hidden = self.machine.phase is Phase.ROLLOUT
+        held = self.held_bytes()
+        self.threads.co_running = hidden
+        self.threads.apply(TRAIN_LANE)
+        start = time.perf_counter()
         try:
-            with self.timeline.span(TRAIN_LANE, unit.kind.value, index=unit.index, hidden=hidden):
-                unit.run()
+            unit.run()
         except Exception as error:
             groups = ", ".join(map(str, unit.groups))
             raise UnitError(f"unit {unit} (groups {groups}) failed: {type(error).__name__}: {error}") from error
+        finally:
+            self.threads.co_running = False
+            end = time.perf_counter()
+            self.timeline.add(TRAIN_LANE, unit.kind.value, start, end, index=unit.index, hidden=hidden)
+        self.admission.measurements.add_unit(unit.kind.value, end - start, unit.work, hidden)
+        if unit.kind in PREFIX_KINDS:
+            self.admission.learn_bytes(str(unit), unit.kind.value, unit.work, self.held_bytes() - held)
         state.done.add(unit.id)
         self._notify("on_unit_end", unit)
 

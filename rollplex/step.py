@@ -9,9 +9,9 @@ pass (g responses of each prompt), R response tokens (padded).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from rollplex.grpo.losses import LossSettings, LossSums, kept_responses, loss_no
 from rollplex.models.prefix import PrefixState
 from rollplex.models.split_model import SplitModel
 from rollplex.rewards.runner import RewardFailure, RewardRunner
-from rollplex.schedule import Unit, UnitKind
+from rollplex.schedule import PREFIX_KINDS, Unit, UnitId, UnitKind
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,8 @@ class StepSettings:
     prompts_per_pass: int = 1
     responses_per_pass: int | None = None
     """Responses of each prompt in one suffix pass; None takes all G."""
+    share_prefix: bool = True
+    """False recomputes the prefix for each response inside its suffix unit: what other systems do, as a baseline."""
     importance_sampling_mode: ImportanceMode | None = None
     importance_sampling_cap: float = 3.0
 
@@ -136,7 +138,7 @@ class GRPOStep:
         return units
 
     def _scoring_units(self) -> list[Unit]:
-        units = [self._unit(UnitKind.REWARD, g, (g,), lambda g=g: self._score(g)) for g in range(len(self.prompts))]
+        units = [Unit(UnitKind.REWARD, g, partial(self._score, g), (g,)) for g in range(len(self.prompts))]
         for b in self.bundles:
             if self.reference is not None:
                 units += self._no_grad_units(b, "ref", self.reference, UnitKind.REF_PREFIX, UnitKind.REF_SUFFIX)
@@ -145,29 +147,28 @@ class GRPOStep:
         return units
 
     def _no_grad_units(self, b: Bundle, name: str, model: SplitModel, first: UnitKind, second: UnitKind) -> list[Unit]:
-        return [
-            self._unit(first, b.index, b.groups, lambda: self._prefix(b, name, model, grad=False), responses=False),
-            self._unit(second, b.index, b.groups, lambda: self._score_suffix(b, name, model), needs=[(first, b.index)]),
-        ]
+        units = [self._unit(first, b, lambda: self._prefix(b, name, model, grad=False))]
+        units += [self._unit(second, b, lambda: self._score_suffix(b, name, model), needs=[(first, b.index)])]
+        return units if self.settings.share_prefix else [self._unit(second, b, units[1].run)]
 
     def _actor_units(self, b: Bundle, update: int) -> list[Unit]:
         prefix, suffix, backward = UnitKind.ACT_PREFIX, UnitKind.ACT_SUFFIX, UnitKind.ACT_BACKWARD
-        needs = [(prefix, b.index)]
+        needs: list[UnitId] = [(prefix, b.index)]
         if update == 0:
             scored = range(len(self.prompts)) if self.settings.scale_rewards == "batch" else b.groups
             needs += [(UnitKind.REWARD, g) for g in scored]
             needs += [(UnitKind.REF_SUFFIX, b.index)] if self.reference is not None else []
+        if not self.settings.share_prefix:
+            return [self._unit(suffix, b, lambda: self._train_suffix(b, update), needs=needs[1:])]
         return [
-            self._unit(prefix, b.index, b.groups, lambda: self._prefix(b, "act", self.actor, True), responses=False),
-            self._unit(suffix, b.index, b.groups, lambda: self._train_suffix(b, update), needs=needs),
-            self._unit(backward, b.index, b.groups, lambda: self._backward(b), needs=[(suffix, b.index)]),
+            self._unit(prefix, b, lambda: self._prefix(b, "act", self.actor, grad=True)),
+            self._unit(suffix, b, lambda: self._train_suffix(b, update), needs=needs),
+            self._unit(backward, b, lambda: self._backward(b), needs=[(suffix, b.index)]),
         ]
 
-    def _unit(
-        self, kind: UnitKind, index: int, groups: Sequence[int], run: Any, *, needs: Sequence[Any] = (),
-        responses: bool = True,
-    ) -> Unit:  # fmt: skip
-        return Unit(kind, index, run, tuple(groups), tuple(needs), needs_responses=responses)
+    def _unit(self, kind: UnitKind, b: Bundle, run: Callable[[], None], *, needs: Sequence[UnitId] = ()) -> Unit:
+        tokens = sum(len(self.prompts[g]) for g in b.groups)
+        return Unit(kind, b.index, run, b.groups, tuple(needs), kind not in PREFIX_KINDS, work=float(tokens))
 
     # ---- what the units do ----
 
@@ -177,22 +178,33 @@ class GRPOStep:
         self.failures += result.failures
         self.groups[g] = Group(g, self.prompts[g], rollouts, result.rewards, result.components)
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of prefix state alive: boundary tensors and, with a graph, saved activations."""
+        return sum(p.nbytes + p.saved_bytes for p in self._prefixes.values())
+
     def _prefix(self, b: Bundle, name: str, model: SplitModel, grad: bool) -> None:
         self._prefixes[name, b.index] = model.prefix([self.prompts[g] for g in b.groups], grad=grad)
 
+    def _prefix_of(self, b: Bundle, name: str, model: SplitModel, rows: Sequence[tuple[int, int]]) -> PrefixState:
+        """The bundle's shared prefix, or one of its own for each row."""
+        if self.settings.share_prefix:
+            return self._prefixes[name, b.index]
+        return model.prefix([self.prompts[g] for g, _ in rows], grad=name == "act")
+
     def _score_suffix(self, b: Bundle, name: str, model: SplitModel) -> None:
-        prefix = self._prefixes.pop((name, b.index))
         for rows in self._passes(b):
+            prefix = self._prefix_of(b, name, model, rows)
             ids_NR, lengths_N = self._pad(rows)
             out = model.suffix(prefix, ids_NR, lengths_N, temperature=self.settings.sampling.temperature, grad=False)
             self._keep(name, rows, out.logps_NR)
-        prefix.free()
+        self._prefixes.pop((name, b.index), prefix).free()
 
     def _train_suffix(self, b: Bundle, update: int) -> None:
         s = self.settings
-        prefix = self._prefixes["act", b.index]
         totals = self.totals.setdefault(update, StepTotals())
         for rows in self._passes(b):
+            prefix = self._prefix_of(b, "act", self.actor, rows)
             ids_NR, lengths_N = self._pad(rows)
             out = self.actor.suffix(prefix, ids_NR, lengths_N, temperature=s.sampling.temperature, grad=True)
             if update == 0:
@@ -214,6 +226,8 @@ class GRPOStep:
             totals.add(sums, mismatch_stats(old_NR, engine_NR, mask_NR), weight_stats)
             if sums.loss.requires_grad:
                 sums.loss.backward()
+            if not s.share_prefix:
+                prefix.backward()
 
     def _backward(self, b: Bundle) -> None:
         self._prefixes.pop(("act", b.index)).backward()

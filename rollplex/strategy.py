@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 
+from rollplex.admission import Admission
 from rollplex.checkpoints import AtomicCheckpointIO
 from rollplex.colocation import Colocation
+from rollplex.cores import LaneThreads
 from rollplex.engines.base import RolloutEngine
 
 
@@ -18,7 +20,11 @@ class RollplexStrategy(SingleDeviceStrategy):
     Args:
         engine: What generates; None is `TorchEngine`, which decodes on the trainer's own tensors.
         device: "auto" takes the first CUDA device, else the CPU.
-        rollout_threads: Intra-op CPU threads of the rollout lane; None leaves torch's default.
+        threads: CPU threads of a lane that runs alone; None is torch's number.
+        rollout_threads: CPU threads of the rollout lane while both lanes work; None is half of `threads`.
+        train_threads: CPU threads of the train lane meanwhile; None is the rest.
+        prefix_budget_bytes: Most bytes of prefix state held at once in the decode window; None is no limit.
+        admission: "measure" declines overlap that does not pay, found by measuring; "always" admits what fits.
         rollout_timeout: Seconds without any sign of the engine after which a rollout counts as stalled and the run
             ends with an error; None waits forever.
     """
@@ -29,13 +35,24 @@ class RollplexStrategy(SingleDeviceStrategy):
         self,
         engine: RolloutEngine | None = None,
         device: str = "auto",
+        threads: int | None = None,
         rollout_threads: int | None = None,
+        train_threads: int | None = None,
+        prefix_budget_bytes: int | None = None,
+        admission: Literal["measure", "always"] = "measure",
         rollout_timeout: float | None = 600.0,
     ) -> None:
         if device == "auto":
             device = "cuda:0" if torch.cuda.is_available() else "cpu"
         super().__init__(device=torch.device(device), checkpoint_io=AtomicCheckpointIO())
-        self.colocation = Colocation(engine, threads=rollout_threads, timeout=rollout_timeout)
+        if admission not in ("measure", "always"):
+            raise ValueError(f"admission={admission!r} is unknown; set measure or always")
+        self.colocation = Colocation(
+            engine,
+            threads=LaneThreads(threads, rollout_threads, train_threads),
+            admission=Admission(prefix_budget_bytes, measure=admission == "measure"),
+            timeout=rollout_timeout,
+        )
 
     def setup(self, trainer: Any) -> None:
         super().setup(trainer)

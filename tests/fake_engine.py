@@ -124,6 +124,10 @@ class FakeEngine(RolloutEngine):
             return WindowState.PREFILL
         return WindowState.DECODE if self._running else WindowState.IDLE
 
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
     def abort(self) -> list[Rollout]:
         self._note("abort")
         out = [self._rollout(r, s, self._told.get(id(r), 0), "abort") for r, s in self._running]

@@ -18,14 +18,27 @@ MAX_FUNCTION_LINES = 80
 LAYERS = [
     (
         "tables and pure functions",
-        {"bundles", "checkpoints", "checks", "data", "grpo", "metrics", "models", "phases", "planner", "reports"}
-        | {"residency", "rewards", "tasks", "timeline", "weights"},
+        {
+            "admission",
+            "bundles",
+            "checkpoints",
+            "checks",
+            "cores",
+            "data",
+            "grpo",
+            "metrics",
+            "models",
+            "optim",
+            "phases",
+            "planner",
+        }
+        | {"reports", "residency", "rewards", "tasks", "timeline", "weights"},
     ),
     ("engines", {"engines"}),
     ("schedule", {"evaluation", "lanes", "schedule", "step"}),
     ("strategy", {"colocation", "deepspeed_strategy", "strategy"}),
-    ("module", {"module"}),
-    ("cli", {"__main__", "cli"}),
+    ("module", {"export", "module"}),
+    ("cli", {"__main__", "ablation", "cli", "comparison", "verify"}),
 ]
 LEVEL = {name: level for level, (_, names) in enumerate(LAYERS) for name in names}
 

@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 from fake_engine import FakeEngine, Scripted
-from rollplex.callbacks import GroupStreaming, PrefixOverlap
 
+from rollplex.callbacks import GroupStreaming, PrefixOverlap
 from rollplex.models.registry import load_hf
 from runs import PictureTask, largest_difference, run, same_bits, weights
 

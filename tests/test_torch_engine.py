@@ -165,7 +165,7 @@ def test_repetition_penalty_equals_generate(actor, tiny_processor, prompts):
 @pytest.fixture(scope="module")
 def varied(prompts) -> list[Request]:
     """Groups of 4 whose responses end early and late."""
-    params = SamplingParams(max_tokens=14, stop_token_ids=(END, *range(60)))
+    params = SamplingParams(max_tokens=14, stop_token_ids=(END, *range(32)))
     return requests_for(prompts, params, g=4)
 
 
@@ -310,7 +310,7 @@ def test_finished_groups_give_their_prompt_kv_back(actor, tiny_processor, prompt
 
 def test_own_kv_grows_with_the_responses_and_is_released(actor, tiny_processor, prompts):
     engine = started(actor, tiny_processor)
-    params = SamplingParams(max_tokens=1500, stop_token_ids=(END, *range(60)))
+    params = SamplingParams(max_tokens=1500, stop_token_ids=(END, *range(32)))
     got = run(engine, requests_for(prompts, params, g=4))
     longest = max(len(r) for r in got.values())
     per_token = 2 * 2 * 2 * 32 * 4  # k and v, layers, heads, head size, float32

@@ -65,6 +65,11 @@ class RolloutEngine(ABC):
     def window(self) -> WindowState:
         """Valid between steps."""
 
+    @property
+    @abstractmethod
+    def num_running(self) -> int:
+        """Rows that the next decode step will run. Valid between steps."""
+
     @abstractmethod
     def abort(self) -> list[Rollout]:
         """End every unfinished request now; returns them as they are, finish_reason "abort"."""

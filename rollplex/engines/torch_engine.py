@@ -109,6 +109,10 @@ class TorchEngine(RolloutEngine):
             return WindowState.PREFILL
         return WindowState.DECODE if self._rows.n or self._admissible else WindowState.IDLE
 
+    @property
+    def num_running(self) -> int:
+        return self._rows.n
+
     def abort(self) -> list[Rollout]:
         rollouts = [self._rollout(slot, "abort") for slot in range(self._rows.n)]
         unborn = [r for _, _, r in self._admissible] + [r for group in self._waiting for r in group]

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from rollplex.data.records import Prompt
 from rollplex.models.attention import ATTENTION_NAME, STATE_KEYWORD
 from rollplex.models.logprobs import linear_logps
-from rollplex.models.prefix import PrefixState, ReadPrefix, RecordPrefix
+from rollplex.models.prefix import PrefixState, ReadPrefix, RecordPrefix, SavedBytes
 
 Part = Literal["vision_tower", "projector", "language_model"]
 
@@ -126,11 +126,17 @@ class SplitModel(ABC):
         assert len(lengths) == 1, f"a bundle's prompts must have one length, got {sorted(lengths)}"
         positions, next_position_B = self.positions(prompts)
         state = RecordPrefix()
-        with torch.set_grad_enabled(grad), self._checkpointing(grad and self.prefix_checkpointing, vision=True):
+        saved = SavedBytes(self.hf.parameters(), enabled=grad)
+        with (
+            torch.set_grad_enabled(grad),
+            saved,
+            self._checkpointing(grad and self.prefix_checkpointing, vision=True),
+        ):
             hidden_BPH = self.prefix_hidden(prompts, positions.to(self.device), state)
             live = [t for layer in sorted(state.kv) for t in state.kv[layer]]
             live.append(hidden_BPH[:, -1])
-        return PrefixState(live=live, next_position_B=next_position_B.to(self.device), version=self.version)
+        next_position_B = next_position_B.to(self.device)
+        return PrefixState(live=live, next_position_B=next_position_B, version=self.version, saved_bytes=saved.total)
 
     def suffix(
         self, prefix: PrefixState, ids_NR: Tensor, lengths_N: Tensor, *, temperature: float, grad: bool

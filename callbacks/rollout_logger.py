@@ -1,0 +1,152 @@
+"""What the model saw and said, with its rewards: for people."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
+from PIL import Image
+
+from rollplex.callbacks.files import append_jsonl, write_whole
+from rollplex.data.records import Group
+from rollplex.phases import PhaseCallback
+
+COLUMNS = ("step", "id", "images", "prompt", "response", "reward", "components", "tokens", "finish_reason")
+
+
+class RolloutLogger(PhaseCallback):
+    """Writes a few samples (pictures, prompt, responses, rewards) of training and validation.
+
+    Always as `rollouts/step_000010.jsonl` with the pictures as PNG files beside it, and to every logger that takes
+    them: W&B as a table, TensorBoard as images and text. Files are only ever appended to, a line at a time.
+
+    Args:
+        every_n_steps: Rollout batches between two sets of samples; the first batch is always one. Validation is
+            logged whenever it runs.
+        num_samples: Prompts per set.
+        num_responses: Responses shown of each prompt; None shows all.
+        max_images: Pictures kept of each prompt.
+        dirpath: Folder; None is `<default_root_dir>/rollouts`.
+    """
+
+    def __init__(
+        self,
+        every_n_steps: int = 20,
+        num_samples: int = 4,
+        num_responses: int | None = 4,
+        max_images: int = 4,
+        dirpath: str | None = None,
+    ) -> None:
+        for name, value in (("every_n_steps", every_n_steps), ("num_samples", num_samples)):
+            if value < 1:
+                raise ValueError(f"RolloutLogger: {name}={value} must be at least 1")
+        self.every_n_steps = every_n_steps
+        self.num_samples = num_samples
+        self.num_responses = num_responses
+        self.max_images = max_images
+        self.dirpath = dirpath
+        self._validation_left = num_samples
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        step = pl_module.rollouts_done
+        if outputs and (step == 1 or step % self.every_n_steps == 0):
+            self._log(trainer, step, "train", outputs["groups"][: self.num_samples])
+
+    def on_validation_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self._validation_left = self.num_samples
+
+    def on_validation_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        if trainer.sanity_checking or not outputs or not self._validation_left:
+            return
+        groups = outputs[: self._validation_left]
+        self._validation_left -= len(groups)
+        self._log(trainer, pl_module.rollouts_done, "val", groups)
+
+    def _log(self, trainer: Any, step: int, split: str, groups: list[Group]) -> None:
+        if not trainer.is_global_zero:
+            return
+        folder = Path(self.dirpath) if self.dirpath else Path(trainer.default_root_dir) / "rollouts"
+        records = [self._record(step, split, group, folder) for group in groups]
+        append_jsonl(folder / f"step_{step:06d}.jsonl", records)
+        for logger in trainer.loggers:
+            if isinstance(logger, WandbLogger):
+                self._to_wandb(logger, step, split, groups)
+            elif isinstance(logger, TensorBoardLogger):
+                self._to_tensorboard(logger, trainer.global_step, split, groups)
+
+    # ---- files ----
+
+    def _record(self, step: int, split: str, group: Group, folder: Path) -> dict[str, Any]:
+        return {
+            "step": step,
+            "split": split,
+            "id": group.prompt.sample.id,
+            "prompt": group.prompt.text,
+            "images": [_save_image(image, folder) for image in group.prompt.images[: self.max_images]],
+            "responses": [self._response(group, i) for i in self._shown(group)],
+        }
+
+    def _shown(self, group: Group) -> range:
+        n = len(group.rollouts)
+        return range(n if self.num_responses is None else min(n, self.num_responses))
+
+    def _response(self, group: Group, i: int) -> dict[str, Any]:
+        rollout = group.rollouts[i]
+        return {
+            "text": rollout.text,
+            "reward": float(group.rewards[i]),
+            "components": {name: float(values[i]) for name, values in group.components.items()},
+            "tokens": len(rollout),
+            "finish_reason": rollout.finish_reason,
+        }
+
+    # ---- loggers ----
+
+    def _to_wandb(self, logger: WandbLogger, step: int, split: str, groups: list[Group]) -> None:
+        import wandb
+
+        rows: list[list[Any]] = []
+        for group in groups:
+            images = [wandb.Image(_rgb(image)) for image in group.prompt.images[: self.max_images]]
+            for i in self._shown(group):
+                r = self._response(group, i)
+                parts = ", ".join(f"{name} {value:.3g}" for name, value in r["components"].items())
+                shown = [r["text"], r["reward"], parts, r["tokens"], r["finish_reason"]]
+                rows.append([step, group.prompt.sample.id, images, group.prompt.text, *shown])
+        logger.log_table(f"rollouts/{split}", columns=list(COLUMNS), data=rows)
+
+    def _to_tensorboard(self, logger: TensorBoardLogger, step: int, split: str, groups: list[Group]) -> None:
+        for n, group in enumerate(groups):
+            for i, image in enumerate(group.prompt.images[: self.max_images]):
+                pixels = np.asarray(_rgb(image))
+                logger.experiment.add_image(f"rollouts/{split}/{n}/image{i}", pixels, step, dataformats="HWC")
+            responses = [self._response(group, i) for i in self._shown(group)]
+            lines = [f"**{group.prompt.sample.id}**", _quoted(group.prompt.text)]
+            lines += [f"reward {r['reward']:.3g}:\n\n{_quoted(r['text'])}" for r in responses]
+            logger.experiment.add_text(f"rollouts/{split}/{n}", "\n\n".join(lines), step)
+
+
+def _rgb(image: Any) -> Image.Image:
+    return image.convert("RGB") if isinstance(image, Image.Image) else Image.fromarray(np.asarray(image)).convert("RGB")
+
+
+def _save_image(image: Any, folder: Path) -> str:
+    """The picture's file, relative to `folder`. Named by its content: each picture is there once."""
+    rgb = _rgb(image)
+    name = hashlib.sha256(str(rgb.size).encode() + rgb.tobytes()).hexdigest()[:16]
+    path = folder / "images" / f"{name}.png"
+    if not path.exists():
+        buffer = io.BytesIO()
+        rgb.save(buffer, format="PNG")
+        write_whole(path, buffer.getvalue())
+    return f"images/{path.name}"
+
+
+def _quoted(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.splitlines() or [""])

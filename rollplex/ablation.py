@@ -1,0 +1,144 @@
+"""What a run did, step by step, and which of its work was hidden: the material of `comparison.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, Trainer
+from torch import Tensor
+
+from rollplex.data.records import Rollout
+from rollplex.grpo.importance import MismatchStats
+from rollplex.schedule import ACCUMULATING_KINDS, PREFIX_KINDS, UnitKind
+from rollplex.timeline import ROLLOUT_LANE, TRAIN_LANE, Timeline
+
+
+@dataclass(frozen=True)
+class Work:
+    """Train-lane units of one sort, and how many ran while the engine was generating."""
+
+    units: int = 0
+    hidden_units: int = 0
+    seconds: float = 0.0
+    hidden_seconds: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.units + other.units,
+            self.hidden_units + other.hidden_units,
+            self.seconds + other.seconds,
+            self.hidden_seconds + other.hidden_seconds,
+        )
+
+
+@dataclass(frozen=True)
+class StepTrace:
+    """One rollout batch."""
+
+    rollouts: Mapping[tuple[int, int], Rollout] = field(default_factory=dict)
+    rewards: Tensor = field(default_factory=lambda: torch.zeros(0))
+    """(prompts * G,), NaN where missing."""
+    advantages: Tensor = field(default_factory=lambda: torch.zeros(0))
+    norms: tuple[float, ...] = ()
+    """Gradient norm before clipping, of each update."""
+    prefix: Work = Work()
+    later: Work = Work()
+    """Everything that needs responses: rewards, scoring, loss and backward."""
+    order: tuple[tuple[str, int], ...] = ()
+    """Gradient-accumulating units as they ran."""
+    decode_seconds: float = 0.0
+    mismatch: MismatchStats | None = None
+    """Trainer against engine, both at the rollout's weights, over the batch's kept tokens."""
+    ratio_error: float = 0.0
+    """Largest |ratio - 1| before the batch's first update: 0 unless something is stale."""
+    kl: float | None = None
+    """Mean per-token KL to the reference before the batch's first update; None without a reference."""
+
+
+@dataclass
+class RunTrace:
+    """One schedule's run. Gradients are those the optimizer got, rescaled and clipped; updates without any left out."""
+
+    steps: list[StepTrace] = field(default_factory=list)
+    first_gradient: dict[str, Tensor] = field(default_factory=dict)
+    last_gradient: dict[str, Tensor] = field(default_factory=dict)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    """After the last update."""
+
+    def work(self, name: str) -> Work:
+        """Sum of `prefix` or `later` over the steps."""
+        return sum((getattr(step, name) for step in self.steps), Work())
+
+
+class Recorder(Callback):
+    """Writes a RunTrace during `fit`, and ends it after `steps` rollout batches."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self.trace = RunTrace()
+        self._step: Any = None
+        self._norms: list[float] = []
+
+    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
+        new_step, update = pl_module.new_step, pl_module._update
+
+        def keep_step(*arguments: Any) -> Any:
+            self._step, self._norms = new_step(*arguments), []
+            return self._step
+
+        def keep_norm(*arguments: Any) -> Any:
+            metrics = update(*arguments)
+            self._norms.append(metrics["grad_norm"])
+            return metrics
+
+        pl_module.new_step, pl_module._update = keep_step, keep_norm
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Any) -> None:
+        named = [(n, p.grad) for n, p in pl_module.policy.named_parameters() if p.grad is not None]
+        if not any(bool(g.any()) for _, g in named):
+            return
+        self.trace.last_gradient = {n: g.detach().to("cpu", copy=True) for n, g in named}
+        self.trace.first_gradient = self.trace.first_gradient or self.trace.last_gradient
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        trace = StepTrace()  # of a batch in which no row was usable
+        if self._step is not None:
+            trace = trace_step(self._step, self._norms, pl_module.colocation.timeline)
+        self.trace.steps.append(trace)
+        self._step = None
+        if len(self.trace.steps) == self.steps:
+            trainer.should_stop = True
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        self.trace.weights = {n: p.detach().to("cpu", copy=True) for n, p in pl_module.policy.named_parameters()}
+
+
+def trace_step(step: Any, norms: list[float], timeline: Timeline) -> StepTrace:
+    """Of a finished GRPOStep and the timeline of its units."""
+    groups = [step.groups[g] for g in sorted(step.groups)]
+    works = {True: Work(), False: Work()}
+    order = []
+    for span in timeline.spans():
+        if span.lane != TRAIN_LANE or span.name not in set(UnitKind):
+            continue
+        kind, hidden = UnitKind(span.name), bool(span.arguments.get("hidden"))
+        works[kind in PREFIX_KINDS] += Work(1, int(hidden), span.seconds, span.seconds if hidden else 0.0)
+        if kind in ACCUMULATING_KINDS:
+            order.append((kind.value, int(span.arguments["index"])))
+    first_pass = [step.totals[u].mismatch for u in range(step.num_mini_batches)]
+    sums = step.totals[0].sums
+    tokens = max(float(sums.tokens), 1.0)
+    ratios = (float(sums.ratio_max), float(sums.ratio_min)) if float(sums.tokens) else (1.0,)
+    return StepTrace(
+        rollouts={r.key: r for group in groups for r in group.rollouts},
+        rewards=torch.cat([group.rewards for group in groups]),
+        advantages=torch.cat([step.advantages(g).advantages_BG.flatten() for g in range(len(groups))]),
+        norms=tuple(norms), prefix=works[True], later=works[False], order=tuple(order),
+        decode_seconds=timeline.seconds(ROLLOUT_LANE, "decode"),
+        mismatch=sum(first_pass[1:], first_pass[0]),
+        ratio_error=max(abs(ratio - 1) for ratio in ratios),
+        kl=float(sums.kl) / tokens if step.reference is not None else None,
+    )  # fmt: skip

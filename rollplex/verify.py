@@ -1,0 +1,282 @@
+"""`rollplex verify`: a config's first rollout batches under every schedule, and how far apart the results are."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import json
+import logging
+import math
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from jsonargparse import Namespace
+from jsonargparse.typing import NonNegativeFloat, PositiveInt
+from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch.cli import LightningCLI
+from rich.console import Console
+from transformers.utils import logging as transformers_logging
+
+from rollplex.ablation import Recorder, RunTrace
+from rollplex.cli import RollplexCLI
+from rollplex.comparison import Result, Schedule, as_json, case_table, compare, difference_table, emptiness, work_table
+from rollplex.grpo.losses import LossType
+
+SERIAL = Schedule("serial")
+OTHERS = (
+    Schedule("overlap", ("PrefixOverlap",)),
+    Schedule("streaming", ("PrefixOverlap", "GroupStreaming")),
+    Schedule("streaming, any order", ("PrefixOverlap", "GroupStreaming"), deterministic=False),
+)
+
+TRAINER: dict[str, Any] = {
+    "logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
+    "limit_val_batches": 0, "num_sanity_val_steps": 0, "val_check_interval": 1.0, "check_val_every_n_epoch": 1,
+    "max_steps": -1, "max_epochs": -1, "min_steps": None, "min_epochs": None, "max_time": None,
+    "fast_dev_run": False, "profiler": None,
+}  # fmt: skip
+"""Settings of the Trainer that change nothing of the steps; the recorder ends the run."""
+
+SWEEP = [
+    {"loss_type": loss_type, "beta": beta, "num_mini_batches": mini_batches, "num_iterations": iterations}
+    for loss_type, beta, (mini_batches, iterations) in itertools.product(
+        get_args(LossType), (0.0, 0.04), ((1, 1), (2, 1), (1, 2), (2, 2))
+    )
+]
+"""Model settings that `--cases all` goes through."""
+
+
+class VerifyCLI(RollplexCLI):
+    """The settings of `rollplex fit` plus verify's own; builds trainer, model and data once per schedule."""
+
+    def __init__(self, args: list[str]) -> None:
+        about = "Train a few rollout batches under every schedule from one seed, and compare with the serial schedule."
+        super().__init__(
+            args=args,
+            run=False,
+            save_config_callback=None,
+            parser_kwargs={"prog": "rollplex verify", "description": about},
+        )
+        self.parsed = self.config
+
+    def add_arguments_to_parser(self, parser: Any) -> None:
+        # A config that `fit` saved has its arguments too.
+        parser.add_method_arguments(
+            Trainer, "fit", skip={"model", "train_dataloaders", "val_dataloaders", "datamodule"}
+        )
+        parser.add_argument("--steps", type=PositiveInt, default=3, help="rollout batches per schedule")
+        parser.add_argument(
+            "--tolerance", type=NonNegativeFloat, default=1e-6,
+            help="relative, where sums may have another order: streaming in any order, and everything on CUDA",
+        )  # fmt: skip
+        parser.add_argument("--cases", choices=["one", "all"], default="one", help="all: sweep loss settings as well")
+        parser.add_argument("--batch_size", type=PositiveInt | None, default=None, help="prompts per rollout batch")
+        parser.add_argument("--json", type=str | None, default=None, help="write all numbers to this file")
+
+    def parse_arguments(self, parser: Any, args: Any) -> None:
+        self.config = parser.parse_args(args)
+
+    def instantiate_classes(self) -> None:
+        """Not at once but in `build`."""
+
+    def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
+        return LightningCLI._instantiate_trainer(self, config, callbacks)  # no default callbacks
+
+    def build(self, schedule: Schedule, settings: dict[str, Any], threads: int) -> None:
+        """Fresh trainer, model and data under a schedule, with these settings of the model instead of the config's."""
+        self.config = copy.deepcopy(self.parsed)
+        self.config.trainer.update(Namespace(TRAINER))
+        self.config.trainer.callbacks = [self._callback(name, schedule) for name in schedule.callbacks]
+        self._pin(threads)
+        for name, value in settings.items():
+            self.config[f"model.init_args.{name}"] = value
+        if self.parsed.batch_size is not None:
+            self.config["data.init_args.batch_size"] = self.parsed.batch_size
+        super(RollplexCLI, self).instantiate_classes()
+
+    @property
+    def listed(self) -> dict[str, Namespace]:
+        """Class name -> callback of the config."""
+        listed = self.parsed.trainer.callbacks or []
+        return {c.class_path.rpartition(".")[2]: c for c in (listed if isinstance(listed, list) else [listed])}
+
+    def _callback(self, name: str, schedule: Schedule) -> Namespace:
+        """As the config sets it, if it does."""
+        callback = copy.deepcopy(self.listed.get(name)) or Namespace(class_path=f"rollplex.callbacks.{name}")
+        if name == "GroupStreaming":
+            callback.init_args = callback.get("init_args") or Namespace()
+            callback.init_args.deterministic = schedule.deterministic
+        return callback
+
+    def _pin(self, threads: int) -> None:
+        """Admit what fits, whether it pays or not; one thread count: sums over other counts round differently."""
+        trainer = self.config.trainer
+        if trainer.strategy == "rollplex":
+            trainer.strategy = Namespace(class_path="rollplex.strategy.RollplexStrategy")
+            trainer.strategy.init_args = Namespace(threads=1, rollout_threads=1, train_threads=1, admission="")
+        if isinstance(trainer.strategy, Namespace):
+            options = trainer.strategy.get("init_args") or Namespace()
+            for name in ("threads", "rollout_threads", "train_threads"):
+                if name in options:
+                    options[name] = threads
+            if "admission" in options:
+                options.admission = "always"
+
+
+class Verifier:
+    """Runs schedules one after another in this process."""
+
+    def __init__(self, cli: VerifyCLI) -> None:
+        self.cli = cli
+        self.torch_threads = torch.get_num_threads()
+        self.threads = max(1, self.torch_threads // 2)
+        seed = cli.parsed.seed_everything
+        self.seed = 0 if isinstance(seed, bool) else int(seed)
+        self.device = torch.device("cpu")
+
+    def run(self, schedule: Schedule, settings: dict[str, Any]) -> RunTrace:
+        """One schedule from the start."""
+        cli, recorder = self.cli, Recorder(self.cli.parsed.steps)
+        torch.set_num_threads(self.torch_threads)
+        try:
+            with warnings.catch_warnings():
+                if schedule is not SERIAL:
+                    warnings.simplefilter("ignore")  # they were shown with the first run
+                seed_everything(self.seed, workers=True, verbose=False)
+                cli.build(schedule, settings, self.threads)
+                cli.trainer.callbacks.append(recorder)  # type: ignore[attr-defined]
+                fit = {"ckpt_path": cli.parsed.ckpt_path, "weights_only": cli.parsed.get("weights_only")}
+                cli.trainer.fit(cli.model, datamodule=cli.datamodule, **fit)
+                self.device = cli.trainer.strategy.root_device
+        except Exception as error:
+            error.add_note(f"under the schedule: {schedule.name}" + (f", with {settings}" if settings else ""))
+            raise
+        finally:
+            for name in ("trainer", "model", "datamodule", "config_init"):
+                vars(cli).pop(name, None)
+            torch.set_num_threads(self.torch_threads)
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+        return recorder.trace
+
+    def compare(self, serial: RunTrace, schedule: Schedule, trace: RunTrace) -> Result:
+        exact = schedule.deterministic and self.device.type == "cpu"
+        differences = tuple(compare(serial, trace))
+        tolerance = None if exact else self.cli.parsed.tolerance
+        faults = tuple(d for d in differences if not ((d.drifts and not exact) or d.within(tolerance)))
+        return Result(schedule, trace, differences, faults, emptiness(serial, schedule, trace))
+
+    def case(self, settings: dict[str, Any]) -> tuple[RunTrace, list[Result], bool]:
+        """Serial, the others against it, and whether serial reproduces itself (looked at when something differs)."""
+        serial = self.run(SERIAL, settings)
+        results = [self.compare(serial, schedule, self.run(schedule, settings)) for schedule in OTHERS]
+        reproducible = True
+        if any(r.faults for r in results):
+            again = Schedule("serial, again")
+            reproducible = not self.compare(serial, again, self.run(again, settings)).faults
+        return serial, results, reproducible
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no inf and NaN."""
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# ---- the command ----
+
+
+def verify(arguments: list[str], console: Console | None = None) -> int:
+    """Runs and prints; 0: all within tolerance, 1: something differs, 2: a setting is wrong."""
+    console = console or Console()
+    if not console.is_terminal:
+        console.width = max(console.width, 160)
+    try:
+        cli = VerifyCLI(arguments)
+        target = Path(cli.parsed.json) if cli.parsed.json else None
+        if target is not None:
+            target.parent.mkdir(parents=True, exist_ok=True)
+        with _quiet():
+            return _verify(Verifier(cli), console, target)
+    except (ValueError, OSError) as error:
+        text = "\n".join([str(error), *getattr(error, "__notes__", [])])
+        print(f"rollplex verify: {text}", file=sys.stderr)
+        return 2
+
+
+def _verify(verifier: Verifier, console: Console, target: Path | None) -> int:
+    options = verifier.cli.parsed
+    for note in _notes(verifier):
+        console.print(note, markup=False, highlight=False)
+    serial, results, reproducible = verifier.case({})
+    console.print(difference_table(serial, results))
+    console.print(work_table([("serial", serial), *((r.schedule.name, r.trace) for r in results)]))
+    for r in results:
+        console.print(f"{r.schedule.name}: {r.verdict}" + (f" ({r.empty})" if r.empty else ""), markup=False)
+    report = {"steps": options.steps, "tolerance": options.tolerance, "seed": verifier.seed}
+    report |= as_json(serial, results, reproducible, {}) | {"cases": []}
+    good = not any(r.faults for r in results)
+    if options.cases == "all":
+        cases = []
+        for settings in SWEEP:
+            case = verifier.case(settings)
+            good = good and not any(r.faults for r in case[1])
+            reproducible = reproducible and case[2]
+            cases.append((settings, *case[:2]))
+            report["cases"].append(as_json(*case, settings))
+            console.print(f"case {len(cases)} of {len(SWEEP)}: {settings}", markup=False, highlight=False)
+        console.print(case_table(cases))
+    if not reproducible:
+        console.print("The serial schedule does not reproduce itself either: look for a reward, task or kernel that is")
+        console.print("not deterministic before blaming a schedule.")
+    report["passed"] = good
+    if target is not None:
+        target.write_text(json.dumps(_finite(report), indent=1, allow_nan=False) + "\n")
+    console.print("PASSED" if good else "FAILED", style="bold")
+    return 0 if good else 1
+
+
+def _notes(verifier: Verifier) -> list[str]:
+    """What is not as the config says."""
+    cli = verifier.cli
+    dropped = sorted(set(cli.listed) - {"PrefixOverlap", "GroupStreaming"})
+    notes = ["Loggers, checkpoints and validation are off; units are admitted to the window whether that pays or not."]
+    notes.append(f"CPU threads: {verifier.threads} for either lane, alone or not, under every schedule.")
+    if dropped:
+        notes.append(f"Callbacks left out: {', '.join(dropped)}.")
+    if isinstance(cli.parsed.seed_everything, bool):
+        notes.append(f"seed_everything is {cli.parsed.seed_everything}; every run starts from {verifier.seed}.")
+    return notes
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No banners of four trainers and model loads."""
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    levels = [logger.level for logger in loggers]
+    bar = transformers_logging.is_progress_bar_enabled()
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.WARNING)
+        transformers_logging.disable_progress_bar()
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+        if bar:
+            transformers_logging.enable_progress_bar()
+
+
+def main(arguments: list[str]) -> None:
+    """`rollplex verify`."""
+    raise SystemExit(verify(arguments))
