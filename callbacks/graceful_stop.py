@@ -87,7 +87,8 @@ class GracefulStop(Callback):
     def _restore(self) -> None:
         previous, self._previous = self._previous, {}
         for number, handler in previous.items():
-            signal.signal(number, handler)
+            if signal.getsignal(number) == self._on_signal:  # else Lightning has put back what was before itself
+                signal.signal(number, handler)
         self._executor = None
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

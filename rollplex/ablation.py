@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,16 @@ from rollplex.data.records import Rollout
 from rollplex.grpo.importance import MismatchStats
 from rollplex.schedule import ACCUMULATING_KINDS, PREFIX_KINDS, UnitKind
 from rollplex.timeline import ROLLOUT_LANE, TRAIN_LANE, Timeline
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What the YAML's list of callbacks makes of the same work."""
+
+    name: str
+    callbacks: tuple[str, ...] = ()
+    deterministic: bool = True
+    """False: gradients are summed in whatever order groups finish."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +82,14 @@ class RunTrace:
     def work(self, name: str) -> Work:
         """Sum of `prefix` or `later` over the steps."""
         return sum((getattr(step, name) for step in self.steps), Work())
+
+    @property
+    def mismatch(self) -> dict[str, float]:
+        """|trainer - engine| at the rollout's weights over all steps: mean, max (nats; NaN without tokens), tokens."""
+        parts = [step.mismatch for step in self.steps if step.mismatch is not None]
+        tokens = sum(float(m.tokens) for m in parts)
+        mean = sum(float(m.abs_diff) for m in parts) / tokens if tokens else math.nan
+        return {"mean": mean, "max": max((float(m.abs_diff_max) for m in parts), default=math.nan), "tokens": tokens}
 
 
 class Recorder(Callback):
@@ -142,3 +161,18 @@ def trace_step(step: Any, norms: list[float], timeline: Timeline) -> StepTrace:
         ratio_error=max(abs(ratio - 1) for ratio in ratios),
         kl=float(sums.kl) / tokens if step.reference is not None else None,
     )  # fmt: skip
+
+
+def emptiness(serial: RunTrace, schedule: Schedule, trace: RunTrace) -> str:
+    """Why a comparison proves little: it may be serial with itself. "" if it does not."""
+    hidden = {name: trace.work(name).hidden_units for name in ("prefix", "later")}
+    why = []
+    if not any(hidden.values()):
+        why.append("nothing overlapped: no unit ran while the engine was generating")
+    elif "GroupStreaming" in schedule.callbacks and not hidden["later"]:
+        why.append("nothing streamed: no group was complete before the rollout ended")
+    elif not schedule.deterministic and all(a.order == b.order for a, b in zip(serial.steps, trace.steps, strict=True)):
+        why.append("nothing reordered: gradients were summed as in serial")
+    if not serial.first_gradient:
+        why.append("nothing learnt: in no group did rewards differ")
+    return "; ".join(why)

@@ -22,6 +22,10 @@ MARGIN = 0.05
 """By how much r must exceed the threshold: the measurements are noisy, and a wrong yes costs time."""
 
 
+SLACK = 1.02
+"""On predicted bytes: small prompts round up more."""
+
+
 @dataclass
 class _Mean:
     value: float = math.nan
@@ -83,7 +87,8 @@ class Admission:
         self.measure = measure
         self.probe_every = probe_every
         self.measurements = Measurements()
-        self._bytes_per_work: dict[str, float] = {}
+        self._rates: dict[str, tuple[float, float]] = {}
+        """unit kind -> (largest bytes per token seen, largest density it holds for)."""
         self.steps = -1
         self.admitted = 0
         self.refused: dict[str, set[object]] = {"memory": set(), "slow": set(), "probe": set()}
@@ -99,9 +104,13 @@ class Admission:
         """This step runs without overlap, to measure decode and units alone."""
         return self.measure and self.steps % self.probe_every == 0
 
-    def admits(self, unit: object, kind: str, work: float, held_bytes: int) -> bool:
-        """Whether a ready unit may start now. Its bytes are predicted from those of its kind so far."""
-        reason = self._refusal(kind, int(self._bytes_per_work.get(kind, 0.0) * work), held_bytes)
+    def admits(self, unit: object, kind: str, work: float, density: float, held_bytes: int | None) -> bool:
+        """Whether a ready unit may start now.
+
+        work: its tokens. density: its vision patches per token. held_bytes: prefix state alive; None for a unit that
+        adds none.
+        """
+        reason = self._refusal(kind, work, density, held_bytes)
         if reason is None:
             self.admitted += 1
             return True
@@ -113,17 +122,26 @@ class Admission:
         alpha, r = self.measurements.alpha, self.measurements.r(kind)
         return alpha is None or r is None or r > alpha / (1.0 + alpha) + MARGIN
 
-    def learn_bytes(self, unit: str, kind: str, work: float, bytes_held: int) -> None:
+    def learn_bytes(self, unit: str, kind: str, work: float, density: float, bytes_held: int) -> None:
         """After a prefix was computed. One that exceeds the budget alone could never be admitted: ValueError."""
-        self._bytes_per_work[kind] = max(self._bytes_per_work.get(kind, 0.0), bytes_held / max(work, 1.0))
+        rate, seen = self._rates.get(kind, (0.0, 0.0))
+        self._rates[kind] = (max(rate, bytes_held / max(work, 1.0)), max(seen, density))
         if self.budget_bytes is not None and bytes_held > self.budget_bytes:
             raise ValueError(
                 f"prefix_budget_bytes={self.budget_bytes} is smaller than one prefix: {unit} needs {bytes_held} bytes. "
                 "Set at least that, lower prompts_per_pass, or turn prefix_checkpointing on"
             )
 
-    def _refusal(self, kind: str, needed_bytes: int, held_bytes: int) -> str | None:
-        if self.budget_bytes is not None and held_bytes + needed_bytes > self.budget_bytes:
+    def _fits(self, kind: str, work: float, density: float, held_bytes: int) -> bool:
+        """Bytes per token grow with density, so the largest rate seen bounds every unit that is no denser. One that is
+        denser than all before goes alone: then it fits, or the budget is too small for it at all."""
+        if self.budget_bytes is None or held_bytes == 0:
+            return True
+        rate, seen = self._rates.get(kind, (0.0, -1.0))
+        return density <= seen and held_bytes + SLACK * rate * work <= self.budget_bytes
+
+    def _refusal(self, kind: str, work: float, density: float, held_bytes: int | None) -> str | None:
+        if held_bytes is not None and not self._fits(kind, work, density, held_bytes):
             return "memory"
         if self.probing:
             return "probe"

@@ -6,6 +6,7 @@ the rounding of gradient sums where their order is free.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -15,21 +16,11 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from rollplex.ablation import RunTrace, StepTrace, Work
+from rollplex.ablation import RunTrace, Schedule, StepTrace, Work, emptiness
 
 FLOOR = 1e-3
 """A parameter's gradient is measured against its own norm, but at least against this share of the whole gradient's:
 where the exact value is 0 (a key bias), everything is rounding."""
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """What the YAML's list of callbacks makes of the same work."""
-
-    name: str
-    callbacks: tuple[str, ...] = ()
-    deterministic: bool = True
-    """False: gradients are summed in whatever order groups finish."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +37,7 @@ class Difference:
     drifts: bool = False
     """It depends on weights already updated, so in free order it carries their rounding, amplified by the optimizer."""
     where: str = ""
-    """Where it is largest."""
+    """The parameter in which it is largest, or the first step that has it."""
 
     def within(self, tolerance: float | None) -> bool:
         """None: bit-identity."""
@@ -166,21 +157,6 @@ def _ratio(difference: float, value: float) -> float:
     return difference / value if value > 0 else math.inf
 
 
-def emptiness(serial: RunTrace, schedule: Schedule, trace: RunTrace) -> str:
-    """Why a comparison proves little: it may be serial with itself. "" if it does not."""
-    hidden = {name: trace.work(name).hidden_units for name in ("prefix", "later")}
-    why = []
-    if not any(hidden.values()):
-        why.append("nothing overlapped: no unit ran while the engine was generating")
-    elif "GroupStreaming" in schedule.callbacks and not hidden["later"]:
-        why.append("nothing streamed: no group was complete before the rollout ended")
-    elif not schedule.deterministic and all(a.order == b.order for a, b in zip(serial.steps, trace.steps, strict=True)):
-        why.append("nothing reordered: gradients were summed as in serial")
-    if not serial.first_gradient:
-        why.append("nothing learnt: in no group did rewards differ")
-    return "; ".join(why)
-
-
 @dataclass(frozen=True)
 class Result:
     """One schedule against serial."""
@@ -190,7 +166,7 @@ class Result:
     differences: tuple[Difference, ...]
     faults: tuple[Difference, ...]
     """Those out of tolerance."""
-    empty: str = ""
+    empty: str
     """Why the comparison proves little, if so."""
 
     @property
@@ -202,14 +178,63 @@ class Result:
         worst = max((d.relative for d in self.differences if not d.drifts), default=0.0)
         return f"within tolerance ({worst:.1e})"
 
+    @property
+    def summary(self) -> str:
+        """The verdict, and a line for each fault."""
+        text = f"{self.schedule.name}: {self.verdict}" + (f" ({self.empty})" if self.empty else "")
+        return "\n".join([text, *(f"  {d.quantity}: {d}" + (f" in {d.where}" if d.where else "") for d in self.faults)])
+
+
+def judge(serial: RunTrace, schedule: Schedule, trace: RunTrace, tolerance: float | None) -> Result:
+    """Every quantity against its bar: a relative tolerance where it can be judged so; None: bit-identity of all."""
+    differences = tuple(compare(serial, trace))
+    faults = tuple(d for d in differences if not (d.drifts and tolerance is not None) and not d.within(tolerance))
+    return Result(schedule, trace, differences, faults, emptiness(serial, schedule, trace))
+
+
+@dataclass(frozen=True)
+class Case:
+    """All schedules under one choice of settings."""
+
+    settings: Mapping[str, Any]
+    serial: RunTrace
+    results: tuple[Result, ...]
+    reproducible: bool
+    """Serial equals itself; looked at only when something differs."""
+
+    @property
+    def passed(self) -> bool:
+        return not any(r.faults for r in self.results)
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything the tables show."""
+        schedules = {
+            r.schedule.name: _run_json(r.trace) | {
+                "verdict": r.verdict, "faults": [d.quantity for d in r.faults], "caveat": r.empty,
+                "differences": {d.quantity: asdict(d) for d in r.differences},
+            }
+            for r in self.results
+        }  # fmt: skip
+        head = {"settings": dict(self.settings), "passed": self.passed, "reproducible": self.reproducible}
+        return head | {"serial": _run_json(self.serial), "schedules": schedules}
+
+
+def _run_json(trace: RunTrace) -> dict[str, Any]:
+    return {
+        "prefix": asdict(trace.work("prefix")), "later": asdict(trace.work("later")), "mismatch": trace.mismatch,
+        "decode_seconds": sum(s.decode_seconds for s in trace.steps), "kl": [s.kl for s in trace.steps],
+        "ratio_error": [s.ratio_error for s in trace.steps],
+    }  # fmt: skip
+
 
 # ---- what is shown ----
 
 
-def difference_table(serial: RunTrace, results: Sequence[Result]) -> Table:
+def difference_table(case: Case) -> Table:
     """A row per quantity, a column per schedule."""
-    rollouts = sum(len(step.rollouts) for step in serial.steps)
-    table = Table(title=f"Against the serial schedule: {len(serial.steps)} rollout batches, {rollouts} responses")
+    steps, results = case.serial.steps, case.results
+    rollouts = sum(len(step.rollouts) for step in steps)
+    table = Table(title=f"Against the serial schedule: {len(steps)} rollout batches, {rollouts} responses")
     table.add_column("largest difference")
     for result in results:
         table.add_column(result.schedule.name)
@@ -224,7 +249,7 @@ def difference_table(serial: RunTrace, results: Sequence[Result]) -> Table:
     return table
 
 
-def work_table(runs: Sequence[tuple[str, RunTrace]]) -> Table:
+def work_table(case: Case) -> Table:
     """What was hidden, and engine against trainer."""
     table = Table(title="What ran")
     for name in (
@@ -232,8 +257,8 @@ def work_table(runs: Sequence[tuple[str, RunTrace]]) -> Table:
         "|ratio-1| max", "KL at start",
     ):  # fmt: skip
         table.add_column(name)
-    for name, trace in runs:
-        m = mismatch(trace)
+    for name, trace in (("serial", case.serial), *((r.schedule.name, r.trace) for r in case.results)):
+        m = trace.mismatch
         kl = next((step.kl for step in trace.steps), None)
         table.add_row(
             name, _hidden(trace.work("prefix")), _hidden(trace.work("later")),
@@ -243,51 +268,31 @@ def work_table(runs: Sequence[tuple[str, RunTrace]]) -> Table:
     return table
 
 
-def case_table(cases: Sequence[tuple[dict[str, Any], RunTrace, list[Result]]]) -> Table:
-    """A row per case of the sweep."""
+def case_table(cases: Sequence[Case]) -> Table:
+    """A row per case of a sweep."""
     table = Table(title="Cases")
-    settings, _, results = cases[0]
-    for name in (*settings, *(r.schedule.name for r in results), "prefix hidden", "later hidden"):
+    for name in (*cases[0].settings, *(r.schedule.name for r in cases[0].results), "prefix hidden", "later hidden"):
         table.add_column(name)
-    for settings, _, results in cases:
-        verdicts = [r.verdict + (f" ({r.empty.partition(':')[0]})" if r.empty else "") for r in results]
-        prefix, later = results[0].trace.work("prefix"), results[-1].trace.work("later")
+    for case in cases:
+        verdicts = [r.verdict + (f" ({r.empty.partition(':')[0]})" if r.empty else "") for r in case.results]
+        prefix, later = case.results[0].trace.work("prefix"), case.results[-1].trace.work("later")
         hidden = [f"{w.hidden_units}/{w.units}" for w in (prefix, later)]
-        table.add_row(*map(str, settings.values()), *verdicts, *hidden)
+        table.add_row(*map(str, case.settings.values()), *verdicts, *hidden)
     return table
-
-
-def mismatch(trace: RunTrace) -> dict[str, float]:
-    """Trainer against engine at the rollout's weights, over all steps; NaN without tokens."""
-    parts = [step.mismatch for step in trace.steps if step.mismatch is not None]
-    tokens = sum(float(m.tokens) for m in parts)
-    mean = sum(float(m.abs_diff) for m in parts) / tokens if tokens else math.nan
-    return {"mean": mean, "max": max((float(m.abs_diff_max) for m in parts), default=math.nan), "tokens": tokens}
 
 
 def _hidden(work: Work) -> str:
     return f"{work.hidden_units}/{work.units} ({work.hidden_seconds:.2f} of {work.seconds:.2f} s)"
 
 
-def as_json(
-    serial: RunTrace, results: Sequence[Result], reproducible: bool, settings: dict[str, Any]
-) -> dict[str, Any]:
-    """Everything the tables show, of one case."""
+def dumps(report: Any) -> str:
+    """JSON text; it has no inf and NaN, so they become strings."""
+    return json.dumps(_finite(report), indent=1, allow_nan=False) + "\n"
 
-    def run(trace: RunTrace) -> dict[str, Any]:
-        return {
-            "prefix": asdict(trace.work("prefix")), "later": asdict(trace.work("later")),
-            "decode_seconds": sum(s.decode_seconds for s in trace.steps), "mismatch": mismatch(trace),
-            "ratio_error": [s.ratio_error for s in trace.steps], "kl": [s.kl for s in trace.steps],
-        }  # fmt: skip
 
-    return {
-        "settings": settings, "reproducible": reproducible, "serial": run(serial),
-        "schedules": {
-            r.schedule.name: run(r.trace) | {
-                "verdict": r.verdict, "faults": [d.quantity for d in r.faults], "caveat": r.empty,
-                "differences": {d.quantity: asdict(d) for d in r.differences},
-            }
-            for r in results
-        },
-    }  # fmt: skip
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -189,7 +189,8 @@ class GRPOModule(WithRandomStates, LightningModule):
             for n in {h["num_generations"] if stage == "fit" else h["eval_num_generations"], h["eval_num_generations"]}
         }  # fmt: skip
 
-    def teardown(self, stage: str) -> None:
+    def close_rewards(self) -> None:
+        """Called by the strategy: Lightning calls no `teardown` hook when a run fails or is stopped."""
         for runner in getattr(self, "_runners", {}).values():
             runner.close()
 

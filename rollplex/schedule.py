@@ -72,7 +72,10 @@ class Unit:
     """False for prefix units: they may start before their groups are complete."""
 
     work: float = 1.0
-    """How much there is to do (tokens), to compare the speed of units of one kind."""
+    """Prompt tokens, to compare the speed and size of units of one kind."""
+
+    density: float = 0.0
+    """Vision patches per prompt token."""
 
     @property
     def id(self) -> UnitId:
@@ -268,8 +271,8 @@ class Executor:
     def _admitted(self, unit: Unit, state: ScheduleState) -> bool:
         if not any(opener(unit, state) for opener in self.openers):
             return False
-        held = self.held_bytes() if unit.kind in PREFIX_KINDS else 0
-        return self.admission.admits(unit.id, unit.kind.value, unit.work, held)
+        held = self.held_bytes() if unit.kind in PREFIX_KINDS else None
+        return self.admission.admits(unit.id, unit.kind.value, unit.work, unit.density, held)
 
     def _finish(self, pending: list[Unit], state: ScheduleState, phase: Phase, *, stoppable: bool = True) -> None:
         while any(u.phase is phase for u in pending):
@@ -298,7 +301,8 @@ class Executor:
             self.timeline.add(TRAIN_LANE, unit.kind.value, start, end, index=unit.index, hidden=hidden)
         self.admission.measurements.add_unit(unit.kind.value, end - start, unit.work, hidden)
         if unit.kind in PREFIX_KINDS:
-            self.admission.learn_bytes(str(unit), unit.kind.value, unit.work, self.held_bytes() - held)
+            grown = self.held_bytes() - held
+            self.admission.learn_bytes(str(unit), unit.kind.value, unit.work, unit.density, grown)
         state.done.add(unit.id)
         self._notify("on_unit_end", unit)
 

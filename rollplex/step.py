@@ -26,6 +26,9 @@ from rollplex.models.split_model import SplitModel
 from rollplex.rewards.runner import RewardFailure, RewardRunner
 from rollplex.schedule import PREFIX_KINDS, Unit, UnitId, UnitKind
 
+PATCHES = ("pixel_values", "pixel_values_videos")
+"""Media tensors with one row per vision patch."""
+
 
 @dataclass(frozen=True)
 class StepSettings:
@@ -167,8 +170,12 @@ class GRPOStep:
         ]
 
     def _unit(self, kind: UnitKind, b: Bundle, run: Callable[[], None], *, needs: Sequence[UnitId] = ()) -> Unit:
-        tokens = sum(len(self.prompts[g]) for g in b.groups)
-        return Unit(kind, b.index, run, b.groups, tuple(needs), kind not in PREFIX_KINDS, work=float(tokens))
+        prompts = [self.prompts[g] for g in b.groups]
+        tokens = sum(len(p) for p in prompts)
+        patches = sum(int(p.media[k].shape[0]) for p in prompts for k in PATCHES if k in p.media)
+        return Unit(
+            kind, b.index, run, b.groups, tuple(needs), kind not in PREFIX_KINDS, float(tokens), patches / tokens
+        )
 
     # ---- what the units do ----
 

@@ -66,6 +66,9 @@ class RollplexStrategy(SingleDeviceStrategy):
 
     def teardown(self) -> None:
         self.colocation.close()
+        module: Any = self.lightning_module
+        if hasattr(module, "close_rewards"):
+            module.close_rewards()
         super().teardown()
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
-import json
 import logging
-import math
 import sys
 import warnings
 from collections.abc import Iterator
@@ -23,10 +21,11 @@ from lightning.pytorch.cli import LightningCLI
 from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
-from rollplex.ablation import Recorder, RunTrace
+from rollplex.ablation import Recorder, RunTrace, Schedule
 from rollplex.cli import RollplexCLI
-from rollplex.comparison import Result, Schedule, as_json, case_table, compare, difference_table, emptiness, work_table
+from rollplex.comparison import Case, case_table, difference_table, dumps, judge, work_table
 from rollplex.grpo.losses import LossType
+from rollplex.strategy import RollplexStrategy
 
 SERIAL = Schedule("serial")
 OTHERS = (
@@ -93,11 +92,11 @@ class VerifyCLI(RollplexCLI):
         self.config = copy.deepcopy(self.parsed)
         self.config.trainer.update(Namespace(TRAINER))
         self.config.trainer.callbacks = [self._callback(name, schedule) for name in schedule.callbacks]
-        self._pin(threads)
+        self.config.trainer.strategy = self.pinned_strategy(threads)[0]
         for name, value in settings.items():
             self.config[f"model.init_args.{name}"] = value
         if self.parsed.batch_size is not None:
-            self.config["data.init_args.batch_size"] = self.parsed.batch_size
+            self.config["data.init_args.batch_size"] = int(self.parsed.batch_size)
         super(RollplexCLI, self).instantiate_classes()
 
     @property
@@ -114,19 +113,18 @@ class VerifyCLI(RollplexCLI):
             callback.init_args.deterministic = schedule.deterministic
         return callback
 
-    def _pin(self, threads: int) -> None:
-        """Admit what fits, whether it pays or not; one thread count: sums over other counts round differently."""
-        trainer = self.config.trainer
-        if trainer.strategy == "rollplex":
-            trainer.strategy = Namespace(class_path="rollplex.strategy.RollplexStrategy")
-            trainer.strategy.init_args = Namespace(threads=1, rollout_threads=1, train_threads=1, admission="")
-        if isinstance(trainer.strategy, Namespace):
-            options = trainer.strategy.get("init_args") or Namespace()
-            for name in ("threads", "rollout_threads", "train_threads"):
-                if name in options:
-                    options[name] = threads
-            if "admission" in options:
-                options.admission = "always"
+    def pinned_strategy(self, threads: int) -> tuple[Any, set[str]]:
+        """The config's strategy, with what fits admitted whether that pays or not, and one number of CPU threads (sums
+        over another number round differently). Also the names of what could be set."""
+        strategy = copy.deepcopy(self.parsed.trainer.strategy)
+        pins = {"threads": threads, "rollout_threads": threads, "train_threads": threads, "admission": "always"}
+        if strategy == RollplexStrategy.strategy_name:
+            strategy = Namespace(class_path="rollplex.RollplexStrategy", init_args=Namespace(pins))
+        options: Any = strategy.get("init_args") if isinstance(strategy, Namespace) else None
+        found = {name for name in pins if name in (options or ())}
+        for name in found:
+            options[name] = pins[name]
+        return strategy, found
 
 
 class Verifier:
@@ -166,31 +164,19 @@ class Verifier:
                 torch.cuda.empty_cache()
         return recorder.trace
 
-    def compare(self, serial: RunTrace, schedule: Schedule, trace: RunTrace) -> Result:
-        exact = schedule.deterministic and self.device.type == "cpu"
-        differences = tuple(compare(serial, trace))
-        tolerance = None if exact else self.cli.parsed.tolerance
-        faults = tuple(d for d in differences if not ((d.drifts and not exact) or d.within(tolerance)))
-        return Result(schedule, trace, differences, faults, emptiness(serial, schedule, trace))
-
-    def case(self, settings: dict[str, Any]) -> tuple[RunTrace, list[Result], bool]:
-        """Serial, the others against it, and whether serial reproduces itself (looked at when something differs)."""
+    def case(self, settings: dict[str, Any]) -> Case:
+        """Serial, the others against it, and serial again when something differs."""
         serial = self.run(SERIAL, settings)
-        results = [self.compare(serial, schedule, self.run(schedule, settings)) for schedule in OTHERS]
+        results = []
+        for schedule in OTHERS:
+            trace = self.run(schedule, settings)
+            exact = schedule.deterministic and self.device.type == "cpu"
+            results.append(judge(serial, schedule, trace, None if exact else self.cli.parsed.tolerance))
         reproducible = True
         if any(r.faults for r in results):
-            again = Schedule("serial, again")
-            reproducible = not self.compare(serial, again, self.run(again, settings)).faults
-        return serial, results, reproducible
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no inf and NaN."""
-    if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(v) for v in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+            bar = None if self.device.type == "cpu" else self.cli.parsed.tolerance
+            reproducible = not judge(serial, SERIAL, self.run(SERIAL, settings), bar).faults
+        return Case(settings, serial, tuple(results), reproducible)
 
 
 # ---- the command ----
@@ -202,11 +188,11 @@ def verify(arguments: list[str], console: Console | None = None) -> int:
     if not console.is_terminal:
         console.width = max(console.width, 160)
     try:
-        cli = VerifyCLI(arguments)
-        target = Path(cli.parsed.json) if cli.parsed.json else None
-        if target is not None:
-            target.parent.mkdir(parents=True, exist_ok=True)
         with _quiet():
+            cli = VerifyCLI(arguments)
+            target = Path(cli.parsed.json) if cli.parsed.json else None
+            if target is not None:
+                target.parent.mkdir(parents=True, exist_ok=True)
             return _verify(Verifier(cli), console, target)
     except (ValueError, OSError) as error:
         text = "\n".join([str(error), *getattr(error, "__notes__", [])])
@@ -218,40 +204,36 @@ def _verify(verifier: Verifier, console: Console, target: Path | None) -> int:
     options = verifier.cli.parsed
     for note in _notes(verifier):
         console.print(note, markup=False, highlight=False)
-    serial, results, reproducible = verifier.case({})
-    console.print(difference_table(serial, results))
-    console.print(work_table([("serial", serial), *((r.schedule.name, r.trace) for r in results)]))
-    for r in results:
-        console.print(f"{r.schedule.name}: {r.verdict}" + (f" ({r.empty})" if r.empty else ""), markup=False)
-    report = {"steps": options.steps, "tolerance": options.tolerance, "seed": verifier.seed}
-    report |= as_json(serial, results, reproducible, {}) | {"cases": []}
-    good = not any(r.faults for r in results)
+    cases = [verifier.case({})]
+    console.print(difference_table(cases[0]), work_table(cases[0]))
+    for r in cases[0].results:
+        console.print(r.summary, markup=False, highlight=False)
     if options.cases == "all":
-        cases = []
-        for settings in SWEEP:
-            case = verifier.case(settings)
-            good = good and not any(r.faults for r in case[1])
-            reproducible = reproducible and case[2]
-            cases.append((settings, *case[:2]))
-            report["cases"].append(as_json(*case, settings))
-            console.print(f"case {len(cases)} of {len(SWEEP)}: {settings}", markup=False, highlight=False)
-        console.print(case_table(cases))
-    if not reproducible:
+        for number, settings in enumerate(SWEEP, 1):
+            console.print(f"case {number} of {len(SWEEP)}: {settings}", markup=False, highlight=False)
+            cases.append(verifier.case(settings))
+        console.print(case_table(cases[1:]))
+    if not all(case.reproducible for case in cases):
         console.print("The serial schedule does not reproduce itself either: look for a reward, task or kernel that is")
         console.print("not deterministic before blaming a schedule.")
-    report["passed"] = good
+    passed = all(case.passed for case in cases)
     if target is not None:
-        target.write_text(json.dumps(_finite(report), indent=1, allow_nan=False) + "\n")
-    console.print("PASSED" if good else "FAILED", style="bold")
-    return 0 if good else 1
+        head = {"passed": passed, "steps": options.steps, "tolerance": options.tolerance, "seed": verifier.seed}
+        target.write_text(dumps(head | {"case": cases[0].as_json(), "sweep": [case.as_json() for case in cases[1:]]}))
+    console.print("PASSED" if passed else "FAILED", style="bold")
+    return 0 if passed else 1
 
 
 def _notes(verifier: Verifier) -> list[str]:
     """What is not as the config says."""
     cli = verifier.cli
     dropped = sorted(set(cli.listed) - {"PrefixOverlap", "GroupStreaming"})
-    notes = ["Loggers, checkpoints and validation are off; units are admitted to the window whether that pays or not."]
-    notes.append(f"CPU threads: {verifier.threads} for either lane, alone or not, under every schedule.")
+    notes = ["Loggers, checkpoints and validation are off."]
+    pinned = cli.pinned_strategy(verifier.threads)[1]
+    if "admission" in pinned:
+        notes.append("Units are admitted to the decode window whether that pays or not.")
+    if "threads" in pinned:
+        notes.append(f"CPU threads: {verifier.threads} for either lane, alone or not, under every schedule.")
     if dropped:
         notes.append(f"Callbacks left out: {', '.join(dropped)}.")
     if isinstance(cli.parsed.seed_everything, bool):

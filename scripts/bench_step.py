@@ -51,8 +51,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--warmup", type=int, default=1, help="rounds before, not counted")
     p.add_argument("--engine", choices=("torch",), default="torch", help="Rollplex's rollout engine")
     p.add_argument("--threads", type=int, default=os.cpu_count(), help="of a contender that runs one thing at a time")
-    p.add_argument("--rollout-threads", type=int, help="of the rollout lane beside the train lane; half of --threads")
-    p.add_argument("--train-threads", type=int, help="of the train lane beside the rollout lane; half of --threads")
+    p.add_argument("--rollout-threads", type=int, help="of the rollout lane beside the train lane")
+    p.add_argument("--train-threads", type=int, help="of the train lane beside the rollout lane")
+    p.add_argument("--admission", choices=("measure", "always"), help="always: overlap also where it does not pay")
     p.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="more settings of GRPOModule, as JSON")
     p.add_argument("--json", type=Path, help="write everything that was measured to this file")
     p.add_argument("--models", type=Path, default=ROOT / "models", help="folder in which the models are kept")
@@ -136,12 +137,11 @@ def start(names: Sequence[str], workload: Workload, options: dict[str, Any], log
 
 def measure(arguments: argparse.Namespace, workload: Workload, logs: Path) -> dict[str, Any]:
     rounds_to_do = arguments.warmup + arguments.repeats
-    half = max(1, arguments.threads // 2)
     folder = model_folder(workload.model, arguments.models)
     options = {
         "folder": str(folder), "steps": rounds_to_do + 2, "threads": arguments.threads,
-        "rollout_threads": arguments.rollout_threads or half, "train_threads": arguments.train_threads or half,
-        "settings": settings_of(arguments.set), "engine": arguments.engine,
+        "rollout_threads": arguments.rollout_threads, "train_threads": arguments.train_threads,
+        "admission": arguments.admission, "settings": settings_of(arguments.set), "engine": arguments.engine,
     }  # fmt: skip
     names = arguments.contenders or (OURS if arguments.check else (*OURS, *TRL))
     running: list[Contender] = []

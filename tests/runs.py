@@ -66,9 +66,8 @@ def run(
     )  # fmt: skip
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        fit = Trainer(
-            strategy=RollplexStrategy(engine=engine), callbacks=list(callbacks), **(options | (trainer or {}))
-        )
+        options = {"strategy": RollplexStrategy(engine=engine, admission="always")} | options | (trainer or {})
+        fit = Trainer(callbacks=list(callbacks), **options)
         fit.fit(module, datamodule=data, ckpt_path=ckpt_path)
     return module
 

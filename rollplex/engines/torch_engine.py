@@ -165,12 +165,13 @@ class TorchEngine(RolloutEngine):
 
     def _fits(self) -> bool:
         """A group is prefilled when all its rows (at most max_num_seqs) can start."""
-        free = self.max_num_seqs - self._rows.n - len(self._admissible)
+        free = self.max_num_seqs - self._rows.n
         return bool(self._waiting) and free >= min(len(self._waiting[0]), self.max_num_seqs)
 
     def _prefill(self) -> None:
         """The first waiting group and all of its prompt's length that fit slots and token budget, in one pass."""
-        free = self.max_num_seqs - self._rows.n - len(self._admissible)
+        assert not self._admissible  # they would have the free slots
+        free = self.max_num_seqs - self._rows.n
         tokens = len(self._waiting[0][0].prompt)
         chosen: list[list[Request]] = []
         left: deque[list[Request]] = deque()
@@ -189,15 +190,14 @@ class TorchEngine(RolloutEngine):
 
     def _admit(self) -> list[Rollout]:
         """Give free slots to rows whose prompt is prefilled; their first token comes from the prompt itself."""
-        free = self.max_num_seqs - self._rows.n
         finished: list[Rollout] = []
-        while self._admissible and free > 0:
+        while self._admissible and self._rows.n < self.max_num_seqs:
             bundle = self._admissible[0][0]
             taken: list[tuple[int, Request]] = []
-            while self._admissible and free > 0 and self._admissible[0][0] is bundle:
+            free = self.max_num_seqs - self._rows.n
+            while self._admissible and len(taken) < free and self._admissible[0][0] is bundle:
                 _, group, request = self._admissible.popleft()
                 taken.append((group, request))
-                free -= 1
             finished += self._first_tokens(bundle, [g for g, _ in taken], [r for _, r in taken])
         return finished
 
@@ -315,9 +315,10 @@ class TorchEngine(RolloutEngine):
                 continue
             moved = bundle.shrink()
             if moved is not None:
+                # Only a group larger than max_num_seqs has rows left to admit, and it is alone in its bundle.
+                assert all(b is not bundle for b, _, _ in self._admissible)
                 mine = np.flatnonzero(rows.bundle[: rows.n] == index)
                 rows.group[mine] = moved[rows.group[mine]]
-                self._admissible = deque((b, int(moved[g]) if b is bundle else g, r) for b, g, r in self._admissible)
 
     def _prompt_tokens(self, request: Request) -> Tensor:
         """(V,) bool: the tokens of the request's prompt, for the repetition penalty."""

@@ -30,6 +30,9 @@ CONTENDERS: dict[str, tuple[list[type], dict[str, Any]]] = {
 }
 """name -> (callbacks, settings of GRPOModule)."""
 
+LANE_SETTINGS = ("rollout_threads", "train_threads", "admission")
+"""Settings of RollplexStrategy that the command line may change; unset they stay the product's own."""
+
 
 class BenchTask(VLMTask):
     """The workload's rows; pictures are made beforehand, as a decoded data set would have them."""
@@ -102,8 +105,8 @@ def run(gate: Gate, workload: Workload, contender: str, options: dict[str, Any])
     """Train until the parent says stop (raises Stop)."""
     torch.set_num_threads(options["threads"])
     callbacks, settings = CONTENDERS[contender]
-    lanes = {n: options[n] for n in ("rollout_threads", "train_threads")} if callbacks else {}
-    strategy = RollplexStrategy(**accepted(RollplexStrategy, lanes))
+    given = {name: options[name] for name in LANE_SETTINGS if options[name] is not None}
+    strategy = RollplexStrategy(**accepted(RollplexStrategy, {"threads": options["threads"], **given}))
     settings = accepted(GRPOModule, {**settings, **options["settings"]})
     seed_everything(workload.seed, verbose=False)
     module = BenchModule(
@@ -135,6 +138,8 @@ def step_details(out: dict[str, Any] | None, timeline: Timeline) -> dict[str, An
     }
     details["inner"] = metrics["time/step"]
     details["response_tokens"] = sum(len(r) for group in out["groups"] for r in group.rollouts)
+    details["units_admitted"] = metrics.get("units_admitted")
+    details["units_refused"] = sum(v for name, v in metrics.items() if name.startswith("units_refused/"))
     details["metrics"] = metrics
     return details | lane_details(timeline, metrics["time/step"])
 

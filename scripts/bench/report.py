@@ -13,6 +13,11 @@ Round = dict[str, Any]
 SECONDS = ("step", "rollout", "score", "train", "update", "hidden")
 COUNTS = ("pictures", "vision_calls", "prompt_tokens", "language_tokens", "language_calls", "response_tokens")
 
+BASELINES_FIRST = ("trl", "trl_tuned", "serial_unshared", "serial", "overlap", "overlap_streaming")
+"""A ratio's first name is the baseline: above 1 the second one is faster."""
+
+UNITS = ("units_admitted", "units_refused")
+
 
 def median_of(rounds: Sequence[Round], contender: str, name: str) -> float | None:
     """Median of one number over the rounds; None when the contender does not report it."""
@@ -26,12 +31,11 @@ def summary(rounds: Sequence[Round], contenders: Sequence[str]) -> dict[str, dic
     out: dict[str, dict[str, float | None]] = {}
     for name in contenders:
         steps = [r["steps"][name]["step"] for r in rounds]
-        row = {key: median_of(rounds, name, key) for key in (*SECONDS, *COUNTS, "inner", "peak_rss_mib")}
+        row = {key: median_of(rounds, name, key) for key in (*SECONDS, *COUNTS, *UNITS, "inner", "peak_rss_mib")}
         row["step_min"], row["step_max"] = min(steps), max(steps)
         row["overlap_efficiency"] = _median(share(r, name, "prefix_hidden", "prefix") for r in rounds)
         row["overhead"] = _median(share(r, name, "overhead", "inner") for r in rounds)
         row["decode_slowdown"] = _median(slowdown(r, name) for r in rounds)
-        row["units_refused"] = _median(metric(r, name, "units_refused") for r in rounds)
         out[name] = row
     return out
 
@@ -52,19 +56,14 @@ def slowdown(round_: Round, contender: str) -> float | None:
     return steps[contender]["decode"] / steps["serial"]["decode"] - 1
 
 
-def metric(round_: Round, contender: str, name: str) -> float | None:
-    """One of Rollplex's own metrics of the step."""
-    value = round_["steps"][contender].get("metrics", {}).get(name)
-    return None if value is None else float(value)
-
-
 def ratios(rounds: Sequence[Round], contenders: Sequence[str]) -> list[dict[str, Any]]:
-    """For each pair (slow, fast): median, least and largest over the rounds of step(slow) / step(fast)."""
+    """For each pair of contenders: median, least and largest over the rounds of step(baseline) / step(other)."""
     out = []
-    for slow, fast in itertools.combinations(contenders, 2):
-        values = [r["steps"][slow]["step"] / r["steps"][fast]["step"] for r in rounds]
+    known = [name for name in BASELINES_FIRST if name in contenders]
+    for base, other in itertools.combinations(known, 2):
+        values = [r["steps"][base]["step"] / r["steps"][other]["step"] for r in rounds]
         out.append(
-            {"of": slow, "over": fast, "median": statistics.median(values), "min": min(values), "max": max(values)}
+            {"of": base, "over": other, "median": statistics.median(values), "min": min(values), "max": max(values)}
         )
     return out
 
@@ -82,6 +81,8 @@ def show(result: dict[str, Any]) -> None:
     from rich.console import Console
 
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=160)
     rounds, names = result["rounds"], result["contenders"]
     w, m = result["workload"], result["machine"]
     what = f"R={w['R']}" if w["lengths"] == "fixed" else f"lognormal lengths (sigma {w['sigma']:g}, mean {w['mean']:g})"
@@ -140,13 +141,13 @@ def counts_table(rows: dict[str, Any], pairs: list[Any], names: Sequence[str]) -
 
 
 def lanes_table(rows: dict[str, Any], pairs: list[Any], names: Sequence[str]) -> Any:
-    columns = ("contender", "overlap efficiency", "decode slow-down", "scheduler overhead", "units refused")
+    columns = ("contender", "overlap efficiency", "decode slow-down", "scheduler overhead", "admitted", "refused")
     own = [n for n in names if rows[n]["overhead"] is not None]
     return _table(
         "Lanes", columns,
         [
             [n, _text(rows[n]["overlap_efficiency"], ".0%"), _text(rows[n]["decode_slowdown"], "+.0%"),
-             _text(rows[n]["overhead"], ".2%"), _text(rows[n]["units_refused"], ".0f")]
+             _text(rows[n]["overhead"], ".2%"), *(_text(rows[n][k], ".0f") for k in UNITS)]
             for n in own
         ],
     )  # fmt: skip

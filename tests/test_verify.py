@@ -1,0 +1,413 @@
+"""`rollplex verify`: schedules agree on a sound build, every sort of fault is caught and named, empty proofs are told."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import math
+import string
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from lightning.pytorch.callbacks import LearningRateMonitor
+from rich.console import Console
+from runs import PictureTask
+
+import rollplex.cli
+from rollplex import verify as command
+from rollplex.ablation import RunTrace, Schedule, StepTrace, Work
+from rollplex.callbacks import GroupStreaming, PrefixOverlap
+from rollplex.comparison import RESPONSES, dumps, judge
+from rollplex.data.records import Rollout
+from rollplex.verify import OTHERS, SERIAL, SWEEP, VerifyCLI
+
+LETTERS = list(string.ascii_lowercase[:20])
+"""As stop strings: a random model ends its responses early with them, each at another length."""
+
+
+class NumberedTask(PictureTask):
+    """A reward that no second run repeats."""
+
+    calls = itertools.count()
+
+    def reward(self, sample, response):
+        return math.sin(float(next(self.calls)))
+
+
+@pytest.fixture
+def config(parity_folder, tmp_path):
+    """Writes the YAML of a small run with these model settings; returns its path."""
+
+    def write(
+        task: str = "runs.PictureTask", callbacks: Any = None, strategy: Any = "rollplex", **settings: Any
+    ) -> str:
+        model = dict(
+            model=str(parity_folder), num_generations=4, max_completion_length=16, learning_rate=1e-3, stop=LETTERS
+        )
+        content = {
+            "seed_everything": 0,
+            "model": {"class_path": "rollplex.GRPOModule", "init_args": model | settings},
+            "data": {
+                "class_path": "rollplex.VLMDataModule",
+                "init_args": {"task": {"class_path": task}, "batch_size": 4, "seed": 3},
+            },
+            "trainer": {
+                "accelerator": "cpu", "strategy": strategy, "max_steps": 100, "val_check_interval": 20,
+                "callbacks": callbacks, "default_root_dir": str(tmp_path / "run"),
+            },
+        }  # fmt: skip
+        path = tmp_path / "config.yaml"
+        path.write_text(yaml.safe_dump(content))
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def verify(tmp_path):
+    """Runs the command; returns (exit code, what it printed, the JSON it wrote)."""
+
+    def run(path: str, *arguments: str) -> tuple[int, str, Any]:
+        printed, target = io.StringIO(), tmp_path / "out" / "verify.json"
+        code = command.verify(["--config", path, "--json", str(target), *arguments], Console(file=printed, width=200))
+        return code, printed.getvalue(), json.loads(target.read_text()) if target.exists() else None
+
+    return run
+
+
+@pytest.fixture
+def only_overlap(monkeypatch):
+    """One schedule is enough to see a fault."""
+    monkeypatch.setattr(command, "OTHERS", OTHERS[:1])
+
+
+# ---- a sound build ----
+
+
+def test_all_schedules_agree_and_the_table_shows_that_they_overlapped(config, verify):
+    listed = [{"class_path": "rollplex.callbacks.RolloutLogger"}, {"class_path": "rollplex.callbacks.PrefixOverlap"}]
+    code, text, report = verify(config(callbacks=listed, beta=0.04), "--steps", "2")
+    assert code == 0 and report["passed"] and "PASSED" in text, text
+    assert "Callbacks left out: RolloutLogger." in text
+    case = report["case"]
+    assert case["serial"]["prefix"]["hidden_units"] == case["serial"]["later"]["hidden_units"] == 0
+    assert case["serial"]["prefix"]["units"] == 2 * 8 and case["serial"]["mismatch"]["tokens"] > 50
+    assert case["serial"]["mismatch"]["max"] < 1e-5
+    for name in ("overlap", "streaming"):
+        schedule = case["schedules"][name]
+        assert schedule["caveat"] == "" and schedule["verdict"] == "identical"
+        assert all(d["identical"] for d in schedule["differences"].values())
+        assert schedule["prefix"]["hidden_units"] > 0
+    for name in ("streaming", "streaming, any order"):
+        assert case["schedules"][name]["later"]["hidden_units"] > 0
+    free = case["schedules"]["streaming, any order"]
+    assert "reordered" not in free["caveat"] and free["differences"]["weights"]["relative"] <= 1e-6
+    for run in (case["serial"], *case["schedules"].values()):
+        assert abs(run["kl"][0]) < 1e-6 and max(run["ratio_error"]) < 1e-6
+        assert run["kl"][1] > 1e-8  # by then the policy has left the reference
+    for quantity in case["schedules"]["overlap"]["differences"]:
+        assert quantity in text
+
+
+def test_sweep_covers_losses_kl_mini_batches_and_iterations():
+    assert len(SWEEP) == len({tuple(case.values()) for case in SWEEP}) == 4 * 2 * 4
+    assert {case["loss_type"] for case in SWEEP} == {"grpo", "dr_grpo", "dapo", "bnpo"}
+    assert {case["beta"] > 0 for case in SWEEP} == {True, False}
+
+
+def test_cases_all_runs_each_case_with_its_settings(config, verify, monkeypatch, only_overlap):
+    monkeypatch.setattr(command, "SWEEP", [SWEEP[0], SWEEP[-1]])
+    code, text, report = verify(config(), "--steps", "1", "--cases", "all", "--batch_size", "2")
+    assert code == 0, text
+    first, last = report["sweep"]
+    assert (first["settings"], last["settings"]) == (SWEEP[0], SWEEP[-1])
+    assert first["serial"]["kl"] == [None] and last["serial"]["kl"][0] is not None
+    # 2 prompts: one update with an actor prefix each; or reference, old log-probs of the second half, and 2 x 2 updates
+    assert first["serial"]["prefix"]["units"] == 2 and last["serial"]["prefix"]["units"] == 2 + 1 + 4
+    assert "case 2 of 2" in text and "bnpo" in text
+
+
+@pytest.mark.slow
+def test_whole_sweep_passes(config, verify):
+    code, text, report = verify(config(), "--steps", "2", "--cases", "all")
+    assert code == 0, text
+    for case in report["sweep"]:
+        assert not any("overlapped" in s["caveat"] or "learnt" in s["caveat"] for s in case["schedules"].values())
+
+
+def test_start_from_a_checkpoint(config, verify, tmp_path, only_overlap):
+    """Its weights and data position; a config that `fit` saved is accepted as it is."""
+    path = config()
+    fit = ["fit", "--config", path, "--trainer.max_steps=1", "--trainer.limit_val_batches=0", "--trainer.logger=false"]
+    saved = tmp_path / "one.ckpt"
+    cli = rollplex.cli.RollplexCLI(args=[*fit, "--trainer.enable_progress_bar=false"])
+    cli.trainer.save_checkpoint(saved)
+    full = tmp_path / "saved.yaml"
+    full.write_text(cli.parser.dump(cli.config.fit, skip_validation=True))
+    assert "ckpt_path" in full.read_text()
+    fresh = verify(str(full), "--steps", "1")[2]["case"]["serial"]["mismatch"]["tokens"]
+    code, text, report = verify(str(full), "--steps", "1", "--ckpt_path", str(saved))
+    assert code == 0, text
+    assert report["case"]["serial"]["mismatch"]["tokens"] != fresh
+
+
+# ---- faults ----
+
+
+@pytest.fixture
+def broken(monkeypatch):
+    """Puts a fault into every step of the schedules other than serial: it is given the step and the module."""
+
+    def put(fault: Any) -> None:
+        original = PrefixOverlap.setup
+
+        def setup(self, trainer, pl_module, stage):
+            original(self, trainer, pl_module, stage)
+            new_step = pl_module.new_step
+            pl_module.configure_model()
+            pl_module.initial = [p.detach().clone() for p in pl_module.policy.parameters()]
+
+            def faulty(prompts):
+                step = new_step(prompts)
+                fault(step, pl_module)
+                return step
+
+            pl_module.new_step = faulty
+
+        monkeypatch.setattr(PrefixOverlap, "setup", setup)
+
+    return put
+
+
+def wrong_scale(step, module):
+    normalizer = step.normalizer
+    step.normalizer = lambda update: 1.001 * normalizer(update)
+
+
+def dropped_backward(step, module):
+    """The first bundle's gradient stops at the boundary: its prompt and picture teach nothing."""
+    backward = step._backward
+    step._backward = lambda b: step._prefixes.pop(("act", b.index)).free() if b.index == 0 else backward(b)
+
+
+def stale_prefix(step, module):
+    """The actor's prefix is computed with the weights the run began with."""
+    prefix = step._prefix
+
+    def stale(b, name, model, grad):
+        parameters = list(module.policy.parameters())
+        present = [p.data for p in parameters]
+        for p, old in zip(parameters, module.initial, strict=True):
+            p.data = old
+        try:
+            prefix(b, name, model, grad)
+        finally:
+            for p, new in zip(parameters, present, strict=True):
+                p.data = new
+
+    step._prefix = stale
+
+
+def other_seeds(step, module):
+    requests = step.requests
+    step.requests = lambda seed, step: requests(seed=seed + 1, step=step)
+
+
+def mixed_up_rewards(step, module):
+    score = step.rewards.score
+    step.rewards = type("Mixed", (), {"score": lambda self, sample, rollouts: score(sample, rollouts[::-1])})()
+
+
+FAULTS = [
+    (wrong_scale, {"gradient norm, first update", "gradients, first update", "weights"}, {"max_grad_norm": None}),
+    (wrong_scale, {"gradient norm, first update"}, {"max_grad_norm": 1e-3}),  # clipping hides it from the optimizer
+    (dropped_backward, {"gradient norm, first update", "gradients, first update", "weights"}, {}),
+    (stale_prefix, {"gradient norm, later updates", "gradients, last update", "weights"}, {}),
+    (other_seeds, {RESPONSES, "rewards", "gradients, first update", "weights"}, {}),
+    (mixed_up_rewards, {"rewards", "advantages", "gradients, first update", "weights"}, {}),
+]
+
+
+@pytest.mark.parametrize(("fault", "named", "settings"), FAULTS, ids=lambda x: getattr(x, "__name__", ""))
+def test_a_fault_is_caught_and_named(config, verify, broken, only_overlap, fault, named, settings):
+    broken(fault)
+    code, text, report = verify(config(**settings), "--steps", "2" if fault is stale_prefix else "1")
+    overlap = report["case"]["schedules"]["overlap"]
+    assert code == 1 and not report["passed"] and "FAILED" in text
+    assert named <= set(overlap["faults"]), overlap["faults"]
+    assert all(f"  {quantity}: " in text for quantity in named)
+    assert report["case"]["reproducible"] and "reproduce itself" not in text
+    if fault is not other_seeds:
+        assert RESPONSES not in overlap["faults"] or fault is not stale_prefix
+    if fault is stale_prefix:  # nothing is stale before the first update
+        assert "gradients, first update" not in overlap["faults"]
+        assert overlap["mismatch"]["max"] > 10 * report["case"]["serial"]["mismatch"]["max"]
+
+
+def test_a_fault_in_free_order_is_caught_too(config, verify, broken, monkeypatch):
+    monkeypatch.setattr(command, "OTHERS", OTHERS[2:])
+    broken(dropped_backward)
+    code, _, report = verify(config(), "--steps", "1")
+    assert code == 1 and "gradients, first update" in report["case"]["schedules"]["streaming, any order"]["faults"]
+
+
+def test_a_run_that_does_not_reproduce_itself_is_told_apart(config, verify, only_overlap):
+    code, text, report = verify(config(task="test_verify.NumberedTask"), "--steps", "1")
+    assert code == 1 and not report["case"]["reproducible"]
+    assert "serial schedule does not reproduce itself" in text
+
+
+def test_an_error_names_the_schedule(config, broken, verify, only_overlap):
+    def fault(step, module):
+        raise RuntimeError("the window broke")
+
+    broken(fault)
+    with pytest.raises(RuntimeError, match="the window broke") as caught:
+        verify(config(), "--steps", "1")
+    assert "under the schedule: overlap" in caught.value.__notes__
+
+
+# ---- empty proofs ----
+
+
+def test_nothing_streamed_is_said(config, verify):
+    """All responses have full length: no group is complete before the rollout ends."""
+    code, text, report = verify(config(stop=None, max_completion_length=3), "--steps", "1")
+    schedules = report["case"]["schedules"]
+    assert code == 0 and schedules["overlap"]["caveat"] == ""
+    for name in ("streaming", "streaming, any order"):
+        assert schedules[name]["caveat"].startswith("nothing streamed")
+    assert "nothing streamed" in text
+
+
+def test_nothing_overlapped_and_nothing_learnt_are_said(config, verify, only_overlap):
+    strategy = {"class_path": "rollplex.RollplexStrategy", "init_args": {"admission": "always"}}
+    settings = dict(share_prefix=False, strategy=strategy, reward_weights={"reward": 0.0})
+    code, text, report = verify(config(**settings), "--steps", "1")
+    caveat = report["case"]["schedules"]["overlap"]["caveat"]
+    assert code == 0 and "nothing overlapped" in caveat and "nothing learnt" in caveat
+    assert "nothing overlapped" in text
+
+
+# ---- what a schedule is made of ----
+
+
+def test_a_schedule_is_the_list_of_callbacks_with_the_users_settings(config):
+    callbacks = [
+        {"class_path": "rollplex.callbacks.GroupStreaming", "init_args": {"deterministic": True}},
+        {"class_path": "lightning.pytorch.callbacks.LearningRateMonitor"},
+    ]
+    strategy = {"class_path": "rollplex.RollplexStrategy", "init_args": {"rollout_timeout": 7.0, "rollout_threads": 2}}
+    cli = VerifyCLI(["--config", config(callbacks=callbacks, strategy=strategy)])
+    for schedule in (SERIAL, *OTHERS):
+        cli.build(schedule, {"beta": 0.3}, threads=1)
+        kinds = [type(c) for c in cli.trainer.callbacks]
+        assert LearningRateMonitor not in kinds
+        assert (PrefixOverlap in kinds, GroupStreaming in kinds) == {
+            "serial": (False, False), "overlap": (True, False),
+        }.get(schedule.name, (True, True))  # fmt: skip
+        streaming = [c for c in cli.trainer.callbacks if isinstance(c, GroupStreaming)]
+        assert all(c.deterministic == schedule.deterministic for c in streaming)
+        assert cli.model.hparams["beta"] == 0.3 and cli.trainer.logger is None and cli.trainer.max_steps == -1
+        colocation = cli.trainer.strategy.colocation
+        assert colocation.executor.timeout == 7.0 and not colocation.executor.admission.measure
+        colocation.threads.settle()
+        assert (colocation.threads.total, colocation.threads.rollout, colocation.threads.train) == (1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "arguments", "said"),
+    [
+        ({"model": "nowhere"}, [], "nowhere"),
+        ({"num_generations": 1}, [], "num_generations=1"),
+        ({}, ["--steps", "0"], "steps"),
+        ({}, ["--tolerance", "-1"], "tolerance"),
+        ({}, ["--cases", "some"], "cases"),
+        ({}, ["--no_such_setting", "1"], "no_such_setting"),
+    ],
+)
+def test_usage_errors_exit_with_2(config, capfd, settings, arguments, said):
+    with pytest.raises(SystemExit) as caught:
+        rollplex.cli.main(["verify", "--config", config(**settings), *arguments])
+    assert caught.value.code == 2
+    assert said in capfd.readouterr().err
+
+
+# ---- the comparison itself ----
+
+
+def trace(**changes: Any) -> RunTrace:
+    """A run of one step and one response."""
+    rollout = Rollout(0, 0, torch.tensor([1, 2]), torch.tensor([-1.0, -2.0]), "", "stop", 0)
+    step = dict(
+        rollouts={(0, 0): rollout}, rewards=torch.tensor([1.0, math.nan]), advantages=torch.tensor([0.5, 0.0]), norms=(2.0,),
+        prefix=Work(1, 1, 1.0, 1.0), order=(("act_suffix", 0), ("act_suffix", 1)),
+    )  # fmt: skip
+    run = dict(
+        first_gradient={"a": torch.tensor([3.0, 4.0]), "b": torch.tensor([1e-6])},
+        weights={"a": torch.tensor([6.0, 8.0])},
+    )
+    run["last_gradient"] = run["first_gradient"]
+    step |= {k: v for k, v in changes.items() if k in step}
+    run |= {k: v for k, v in changes.items() if k in run}
+    return RunTrace(steps=[StepTrace(**step)], **run)
+
+
+def test_missing_rewards_are_equal_to_each_other():
+    result = judge(trace(), OTHERS[0], trace(), None)
+    assert result.verdict == "identical" and not result.empty
+
+
+@pytest.mark.parametrize(
+    ("changes", "quantity", "max_abs", "relative"),
+    [
+        ({"rewards": torch.tensor([1.0, 0.0])}, "rewards", math.inf, math.inf),
+        ({"rewards": torch.tensor([1.0])}, "rewards", math.inf, math.inf),
+        ({"weights": {"a": torch.tensor([6.0, 9.0])}}, "weights", 1.0, 0.1),
+        ({"weights": {"a": torch.tensor([6.0, math.nan])}}, "weights", math.inf, math.inf),
+        ({"norms": (2.5,)}, "gradient norm, first update", 0.5, 0.25),
+        ({"norms": ()}, "gradient norm, first update", math.inf, math.inf),
+        ({"first_gradient": {"a": torch.tensor([3.0, 4.5])}}, "gradients, first update", 0.5, 0.1),
+        ({"first_gradient": {"b": torch.tensor([1e-6])}}, "gradients, first update", 4.0, 1.0),
+        ({"rollouts": {}}, RESPONSES, 1, 1.0),
+    ],
+)
+def test_differences_are_measured(changes, quantity, max_abs, relative):
+    result = judge(trace(), OTHERS[0], trace(**changes), None)
+    d = next(d for d in result.differences if d.quantity == quantity)
+    assert d in result.faults and quantity in result.verdict
+    assert d.max_abs == pytest.approx(max_abs) and d.relative == pytest.approx(relative)
+    assert quantity in json.loads(dumps({quantity: d.relative}))  # inf too
+
+
+def test_a_gradient_that_should_be_zero_is_measured_against_the_whole():
+    """5e-3 is a thousandth of the norm 5: rounding of 1e-9 in such a parameter counts as 2e-7."""
+    noisy = {"a": torch.tensor([3.0, 4.0]), "b": torch.tensor([1e-6 + 1e-9])}
+    result = judge(trace(), OTHERS[2], trace(first_gradient=noisy), 1e-6)
+    d = next(d for d in result.differences if d.quantity == "gradients, first update")
+    assert not d.identical and d.relative == pytest.approx(2e-7, rel=0.05) and not result.faults
+    assert "nothing streamed" in result.empty
+
+
+def test_a_tolerance_is_a_bar():
+    moved = trace(weights={"a": torch.tensor([6.0, 8.0 + 1e-4])})
+    assert not judge(trace(), OTHERS[2], moved, 1e-3).faults
+    assert judge(trace(), OTHERS[2], moved, 1e-6).faults
+    assert judge(trace(), OTHERS[2], moved, 0.0).faults
+
+
+def test_caveats():
+    streamed = dict(prefix=Work(1, 1), order=(("act_suffix", 1), ("act_suffix", 0)))
+    free, fixed = Schedule("free", ("GroupStreaming",), deterministic=False), Schedule("fixed", ("GroupStreaming",))
+    later = trace(**streamed)
+    later.steps[0].__dict__["later"] = Work(2, 1)
+    same_order = trace(prefix=Work(1, 1))
+    same_order.steps[0].__dict__["later"] = Work(2, 1)
+    assert judge(trace(), free, later, 1.0).empty == ""
+    assert judge(trace(), free, same_order, 1.0).empty.startswith("nothing reordered")
+    assert judge(trace(), fixed, same_order, None).empty == ""
+    assert judge(trace(), free, trace(prefix=Work(1, 0)), 1.0).empty.startswith("nothing overlapped")
+    assert judge(trace(first_gradient={}), OTHERS[0], trace(first_gradient={}), None).empty.startswith("nothing learnt")
