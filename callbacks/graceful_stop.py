@@ -28,6 +28,8 @@ class GracefulStop(Callback):
     is done again, and the run ends with exactly the weights of one that was never stopped. A second Ctrl-C ends at
     once, without saving. Nothing is saved when nothing has been trained yet, or while weights are half updated.
 
+    A run that ends by itself leaves its end in the last checkpoint too, if ModelCheckpoint keeps one (`save_last`).
+
     Args:
         save_on_error: Save in the same way when the run ends by an error (an engine that fails, a bad reward class).
     """
@@ -96,6 +98,15 @@ class GracefulStop(Callback):
 
     # ---- the end ----
 
+    def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
+        """ModelCheckpoint(save_last=True) saves every so many updates; the end of a run is rarely one of those."""
+        checkpointer = trainer.checkpoint_callback
+        if not isinstance(checkpointer, ModelCheckpoint) or not checkpointer.save_last or trainer.fast_dev_run:
+            return
+        if checkpointer._last_global_step_saved != trainer.global_step:
+            trainer.save_checkpoint(self._path(trainer), weights_only=False)
+            checkpointer._last_global_step_saved = trainer.global_step
+
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         asked = isinstance(exception, StopRequested)
         if asked or (self.save_on_error and isinstance(exception, Exception)):
@@ -117,7 +128,7 @@ class GracefulStop(Callback):
         path = self._path(trainer)
         _rewind(trainer)
         try:
-            trainer.save_checkpoint(path)
+            trainer.save_checkpoint(path, weights_only=False)
         except Exception as error:  # the reason for the end must not be hidden by this one
             return f"saving {path} failed: {type(error).__name__}: {error}"
         return f"saved {path}; continue with --ckpt_path {'last' if self._own_dirpath else path}"

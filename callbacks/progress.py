@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from typing import Any
@@ -109,7 +110,10 @@ class PhaseProgressBar(ProgressBar, PhaseCallback):
 
     @property
     def _on_terminal(self) -> bool:
-        return sys.stdout.isatty() if self.terminal is None else self.terminal
+        if self.terminal is not None:
+            return self.terminal
+        # Some CI systems give a terminal without a width: a bar would be cut to nothing there.
+        return sys.stdout.isatty() and os.get_terminal_size(sys.stdout.fileno()).columns > 0
 
     def _total(self, trainer: Any) -> int | None:
         """Updates of the whole run, as far as it is known before."""

@@ -15,7 +15,7 @@ from rollplex.callbacks.files import append_jsonl, write_whole
 from rollplex.data.records import Group
 from rollplex.phases import PhaseCallback
 
-COLUMNS = ("step", "id", "images", "prompt", "response", "reward", "components", "tokens", "finish_reason")
+RESPONSE_COLUMNS = ("response", "reward", "components", "tokens", "finish_reason")
 
 
 class RolloutLogger(PhaseCallback):
@@ -78,7 +78,7 @@ class RolloutLogger(PhaseCallback):
             if isinstance(logger, WandbLogger):
                 self._to_wandb(logger, step, split, groups)
             elif isinstance(logger, TensorBoardLogger):
-                self._to_tensorboard(logger, trainer.global_step, split, groups)
+                self._to_tensorboard(logger, step, split, groups)
 
     # ---- files ----
 
@@ -111,15 +111,19 @@ class RolloutLogger(PhaseCallback):
     def _to_wandb(self, logger: WandbLogger, step: int, split: str, groups: list[Group]) -> None:
         import wandb
 
+        # A column for each picture: W&B shows no lists of pictures.
+        width = max(len(group.prompt.images[: self.max_images]) for group in groups)
         rows: list[list[Any]] = []
         for group in groups:
-            images = [wandb.Image(_rgb(image)) for image in group.prompt.images[: self.max_images]]
+            pictures: list[Any] = [wandb.Image(_rgb(image)) for image in group.prompt.images[: self.max_images]]
+            pictures += [None] * (width - len(pictures))
             for i in self._shown(group):
                 r = self._response(group, i)
                 parts = ", ".join(f"{name} {value:.3g}" for name, value in r["components"].items())
                 shown = [r["text"], r["reward"], parts, r["tokens"], r["finish_reason"]]
-                rows.append([step, group.prompt.sample.id, images, group.prompt.text, *shown])
-        logger.log_table(f"rollouts/{split}", columns=list(COLUMNS), data=rows)
+                rows.append([step, group.prompt.sample.id, *pictures, group.prompt.text, *shown])
+        columns = ["step", "id", *(f"image{i}" for i in range(width)), "prompt", *RESPONSE_COLUMNS]
+        logger.log_table(f"rollouts/{split}", columns=columns, data=rows)
 
     def _to_tensorboard(self, logger: TensorBoardLogger, step: int, split: str, groups: list[Group]) -> None:
         for n, group in enumerate(groups):

@@ -56,8 +56,9 @@ class StepTrace:
     norms: tuple[float, ...] = ()
     """Gradient norm before clipping, of each update."""
     prefix: Work = Work()
-    later: Work = Work()
-    """Everything that needs responses: rewards, scoring, loss and backward."""
+    rewards_work: Work = Work()
+    suffix: Work = Work()
+    """What the model computes of responses: scoring, loss and backward."""
     order: tuple[tuple[str, int], ...] = ()
     """Gradient-accumulating units as they ran."""
     decode_seconds: float = 0.0
@@ -80,8 +81,13 @@ class RunTrace:
     """After the last update."""
 
     def work(self, name: str) -> Work:
-        """Sum of `prefix` or `later` over the steps."""
+        """Sum of `prefix`, `rewards_work` or `suffix` over the steps."""
         return sum((getattr(step, name) for step in self.steps), Work())
+
+    @property
+    def advantaged(self) -> int:
+        """Responses with an advantage: the others teach nothing, and no fault in their gradients shows."""
+        return sum(int((step.advantages != 0).sum()) for step in self.steps)
 
     @property
     def mismatch(self) -> dict[str, float]:
@@ -138,13 +144,14 @@ class Recorder(Callback):
 def trace_step(step: Any, norms: list[float], timeline: Timeline) -> StepTrace:
     """Of a finished GRPOStep and the timeline of its units."""
     groups = [step.groups[g] for g in sorted(step.groups)]
-    works = {True: Work(), False: Work()}
+    works = {"prefix": Work(), "rewards_work": Work(), "suffix": Work()}
     order = []
     for span in timeline.spans():
         if span.lane != TRAIN_LANE or span.name not in set(UnitKind):
             continue
         kind, hidden = UnitKind(span.name), bool(span.arguments.get("hidden"))
-        works[kind in PREFIX_KINDS] += Work(1, int(hidden), span.seconds, span.seconds if hidden else 0.0)
+        sort = "prefix" if kind in PREFIX_KINDS else "rewards_work" if kind is UnitKind.REWARD else "suffix"
+        works[sort] += Work(1, int(hidden), span.seconds, span.seconds if hidden else 0.0)
         if kind in ACCUMULATING_KINDS:
             order.append((kind.value, int(span.arguments["index"])))
     first_pass = [step.totals[u].mismatch for u in range(step.num_mini_batches)]
@@ -154,8 +161,8 @@ def trace_step(step: Any, norms: list[float], timeline: Timeline) -> StepTrace:
     return StepTrace(
         rollouts={r.key: r for group in groups for r in group.rollouts},
         rewards=torch.cat([group.rewards for group in groups]),
-        advantages=torch.cat([step.advantages(g).advantages_BG.flatten() for g in range(len(groups))]),
-        norms=tuple(norms), prefix=works[True], later=works[False], order=tuple(order),
+        advantages=torch.cat([step.advantages(g).advantages_BG[step._row(g)] for g in range(len(groups))]),
+        norms=tuple(norms), order=tuple(order), **works,
         decode_seconds=timeline.seconds(ROLLOUT_LANE, "decode"),
         mismatch=sum(first_pass[1:], first_pass[0]),
         ratio_error=max(abs(ratio - 1) for ratio in ratios),
@@ -165,14 +172,14 @@ def trace_step(step: Any, norms: list[float], timeline: Timeline) -> StepTrace:
 
 def emptiness(serial: RunTrace, schedule: Schedule, trace: RunTrace) -> str:
     """Why a comparison proves little: it may be serial with itself. "" if it does not."""
-    hidden = {name: trace.work(name).hidden_units for name in ("prefix", "later")}
+    hidden = {name: trace.work(name).hidden_units for name in ("prefix", "rewards_work", "suffix")}
     why = []
     if not any(hidden.values()):
         why.append("nothing overlapped: no unit ran while the engine was generating")
-    elif "GroupStreaming" in schedule.callbacks and not hidden["later"]:
-        why.append("nothing streamed: no group was complete before the rollout ended")
+    elif "GroupStreaming" in schedule.callbacks and not hidden["suffix"]:
+        why.append("nothing but rewards streamed: no bundle was complete before the rollout ended")
     elif not schedule.deterministic and all(a.order == b.order for a, b in zip(serial.steps, trace.steps, strict=True)):
         why.append("nothing reordered: gradients were summed as in serial")
     if not serial.first_gradient:
-        why.append("nothing learnt: in no group did rewards differ")
+        why.append("nothing learnt: no update had a gradient")
     return "; ".join(why)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningCLI, instantiate_class
+from transformers.utils import logging as transformers_logging
 
 import rollplex.strategy  # noqa: F401  (registers the strategy names)
 from rollplex.data.datamodule import VLMDataModule
@@ -50,14 +52,16 @@ class RollplexCLI(LightningCLI):
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
         chosen = config.get("callbacks") or []
-        chosen = [*chosen, *callbacks] if isinstance(chosen, list) else [chosen, *callbacks]
+        chosen = list(chosen) if isinstance(chosen, list | tuple) else [chosen]
+        defaults = []
         for path in DEFAULT_CALLBACKS:
             default = instantiate_class((), {"class_path": path})
             kind = ProgressBar if isinstance(default, ProgressBar) else type(default)
             off = kind is ProgressBar and config.get("enable_progress_bar") is False
-            if not off and not any(isinstance(callback, kind) for callback in chosen):
-                callbacks = [*callbacks, default]
-        return super()._instantiate_trainer(config, callbacks)
+            if not off and not any(isinstance(callback, kind) for callback in [*chosen, *callbacks]):
+                defaults.append(default)
+        # First: when a run is stopped, its checkpoint is saved before anything else is done.
+        return super()._instantiate_trainer(config | {"callbacks": [*defaults, *chosen]}, callbacks)
 
     def predict(self, **kwargs: Any) -> None:
         """Predictions go to a file (PredictionWriter): they need not be kept in memory too."""
@@ -78,8 +82,18 @@ class RollplexCLI(LightningCLI):
             raise SystemExit(stopped.exit_code) from None
 
 
+IRRELEVANT = (
+    "Using ModelCheckpoint with manual optimization",  # a step has ended when it saves
+    ".*treespec, LeafSpec.* is deprecated",
+)
+"""Warnings of Lightning that nobody who uses Rollplex can act on."""
+
+
 def main(args: list[str] | None = None) -> None:
     """Console entry point."""
+    for message in IRRELEVANT:
+        warnings.filterwarnings("ignore", message=message)
+    transformers_logging.disable_progress_bar()
     # A task named by class_path lives in the user's folder, which a console script does not search.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())

@@ -36,8 +36,10 @@ class Difference:
     """l2 of the difference over l2 of the serial value; of gradients the largest such number of any parameter."""
     drifts: bool = False
     """It depends on weights already updated, so in free order it carries their rounding, amplified by the optimizer."""
-    where: str = ""
-    """The parameter in which it is largest, or the first step that has it."""
+    parameter: str = ""
+    """The one in which it is largest."""
+    first_step: int = 0
+    """Of responses: the first rollout batch with one that differs."""
 
     def within(self, tolerance: float | None) -> bool:
         """None: bit-identity."""
@@ -47,7 +49,7 @@ class Difference:
         if self.identical:
             return "identical"
         if self.quantity == RESPONSES:
-            return f"{self.max_abs:.0f} ({self.where})"
+            return f"{self.max_abs:.0f} ({self.relative:.0%}), from step {self.first_step} on"
         return f"{self.max_abs:.1e} (rel {self.relative:.1e})"
 
 
@@ -74,8 +76,7 @@ def compare(serial: RunTrace, other: RunTrace) -> list[Difference]:
 
 
 def _responses(serial: RunTrace, other: RunTrace) -> Difference:
-    total = wrong = 0
-    first = 0
+    total = wrong = first = 0
     for number, (a, b) in enumerate(zip(serial.steps, other.steps, strict=True), 1):
         for key in a.rollouts.keys() | b.rollouts.keys():
             same = key in a.rollouts and key in b.rollouts
@@ -83,8 +84,7 @@ def _responses(serial: RunTrace, other: RunTrace) -> Difference:
             same = same and a.rollouts[key].finish_reason == b.rollouts[key].finish_reason
             total, wrong = total + 1, wrong + (not same)
             first = first or (0 if same else number)
-    where = f"of {total}, from step {first} on" if wrong else ""
-    return Difference(RESPONSES, wrong == 0, wrong, wrong / max(total, 1), where=where)
+    return Difference(RESPONSES, wrong == 0, wrong, wrong / max(total, 1), first_step=first)
 
 
 def _logps(steps: list[StepTrace]) -> dict[Any, Tensor]:
@@ -106,7 +106,9 @@ def _values(quantity: str, serial: Mapping[Any, Tensor], other: Mapping[Any, Ten
         if d.numel() and not float(d.abs().max()) <= largest:
             largest, where = float(d.abs().max()), key if isinstance(key, str) else ""
         square, whole = square + float(d.square().sum()), whole + float(a.double().nan_to_num().square().sum())
-    return Difference(quantity, identical, largest, _ratio(math.sqrt(square), math.sqrt(whole)), where=where, **more)
+    return Difference(
+        quantity, identical, largest, _ratio(math.sqrt(square), math.sqrt(whole)), parameter=where, **more
+    )
 
 
 def _gradients(quantity: str, serial: Mapping[str, Tensor], other: Mapping[str, Tensor], **more: Any) -> Difference:
@@ -120,7 +122,7 @@ def _gradients(quantity: str, serial: Mapping[str, Tensor], other: Mapping[str, 
         if not ratio <= relative:
             relative, where = ratio, name
         largest = largest if float(d.abs().max()) <= largest else float(d.abs().max())
-    return Difference(quantity, identical, largest, relative, where=where, **more)
+    return Difference(quantity, identical, largest, relative, parameter=where, **more)
 
 
 def _pairs(
@@ -182,7 +184,7 @@ class Result:
     def summary(self) -> str:
         """The verdict, and a line for each fault."""
         text = f"{self.schedule.name}: {self.verdict}" + (f" ({self.empty})" if self.empty else "")
-        return "\n".join([text, *(f"  {d.quantity}: {d}" + (f" in {d.where}" if d.where else "") for d in self.faults)])
+        return "\n".join([text, *(f"  {d.quantity}: {d} {d.parameter}".rstrip() for d in self.faults)])
 
 
 def judge(serial: RunTrace, schedule: Schedule, trace: RunTrace, tolerance: float | None) -> Result:
@@ -220,11 +222,10 @@ class Case:
 
 
 def _run_json(trace: RunTrace) -> dict[str, Any]:
-    return {
-        "prefix": asdict(trace.work("prefix")), "later": asdict(trace.work("later")), "mismatch": trace.mismatch,
-        "decode_seconds": sum(s.decode_seconds for s in trace.steps), "kl": [s.kl for s in trace.steps],
-        "ratio_error": [s.ratio_error for s in trace.steps],
-    }  # fmt: skip
+    works = {sort: asdict(trace.work(sort)) for sort in ("prefix", "rewards_work", "suffix")}
+    steps: dict[str, Any] = {"kl": [s.kl for s in trace.steps], "ratio_error": [s.ratio_error for s in trace.steps]}
+    steps |= {"mismatch": trace.mismatch, "responses_with_advantage": trace.advantaged}
+    return works | steps | {"decode_seconds": sum(s.decode_seconds for s in trace.steps)}
 
 
 # ---- what is shown ----
@@ -233,8 +234,8 @@ def _run_json(trace: RunTrace) -> dict[str, Any]:
 def difference_table(case: Case) -> Table:
     """A row per quantity, a column per schedule."""
     steps, results = case.serial.steps, case.results
-    rollouts = sum(len(step.rollouts) for step in steps)
-    table = Table(title=f"Against the serial schedule: {len(steps)} rollout batches, {rollouts} responses")
+    count = f"{sum(len(step.rollouts) for step in steps)} responses, {case.serial.advantaged} with an advantage"
+    table = Table(title=f"Against the serial schedule: {len(steps)} rollout batches, {count}")
     table.add_column("largest difference")
     for result in results:
         table.add_column(result.schedule.name)
@@ -244,7 +245,7 @@ def difference_table(case: Case) -> Table:
             judged = "" if d.identical or not d.drifts else " *"
             cells.append(f"{d} <-- DIFFERS" if d in result.faults else f"{d}{judged}")
         table.add_row(row[0].quantity, *cells)
-    if any(d.drifts and not d.identical for r in results for d in r.differences):
+    if any(d.drifts and not d.identical and d not in r.faults for r in results for d in r.differences):
         table.caption = "* not judged: carries the rounding of weights already updated"
     return table
 
@@ -253,15 +254,15 @@ def work_table(case: Case) -> Table:
     """What was hidden, and engine against trainer."""
     table = Table(title="What ran")
     for name in (
-        "schedule", "prefix units hidden", "later units hidden", "decode", "|trainer - engine| mean", "max", "tokens",
-        "|ratio-1| max", "KL at start",
+        "schedule", "prefix hidden", "rewards hidden", "suffix hidden", "decode", "|trainer - engine|", "max", "tokens",
+        "|ratio-1|", "KL at start",
     ):  # fmt: skip
         table.add_column(name)
     for name, trace in (("serial", case.serial), *((r.schedule.name, r.trace) for r in case.results)):
         m = trace.mismatch
         kl = next((step.kl for step in trace.steps), None)
         table.add_row(
-            name, _hidden(trace.work("prefix")), _hidden(trace.work("later")),
+            name, *(_hidden(trace.work(sort)) for sort in ("prefix", "rewards_work", "suffix")),
             f"{sum(s.decode_seconds for s in trace.steps):.2f} s", f"{m['mean']:.1e}", f"{m['max']:.1e}",
             f"{m['tokens']:.0f}", f"{max(s.ratio_error for s in trace.steps):.1e}", "-" if kl is None else f"{kl:.1e}",
         )  # fmt: skip
@@ -271,18 +272,18 @@ def work_table(case: Case) -> Table:
 def case_table(cases: Sequence[Case]) -> Table:
     """A row per case of a sweep."""
     table = Table(title="Cases")
-    for name in (*cases[0].settings, *(r.schedule.name for r in cases[0].results), "prefix hidden", "later hidden"):
+    for name in (*cases[0].settings, *(r.schedule.name for r in cases[0].results), "prefix hidden", "suffix hidden"):
         table.add_column(name)
     for case in cases:
         verdicts = [r.verdict + (f" ({r.empty.partition(':')[0]})" if r.empty else "") for r in case.results]
-        prefix, later = case.results[0].trace.work("prefix"), case.results[-1].trace.work("later")
-        hidden = [f"{w.hidden_units}/{w.units}" for w in (prefix, later)]
+        prefix, suffix = case.results[0].trace.work("prefix"), case.results[-1].trace.work("suffix")
+        hidden = [f"{w.hidden_units}/{w.units}" for w in (prefix, suffix)]
         table.add_row(*map(str, case.settings.values()), *verdicts, *hidden)
     return table
 
 
 def _hidden(work: Work) -> str:
-    return f"{work.hidden_units}/{work.units} ({work.hidden_seconds:.2f} of {work.seconds:.2f} s)"
+    return f"{work.hidden_units}/{work.units} ({work.hidden_seconds:.2f}/{work.seconds:.2f} s)"
 
 
 def dumps(report: Any) -> str:

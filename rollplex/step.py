@@ -94,6 +94,7 @@ class GRPOStep:
     _advantages: dict[int, Advantages] = field(default_factory=dict)
     _prefixes: dict[tuple[str, int], PrefixState] = field(default_factory=dict)
     _logps: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    _kept: dict[int, list[bool]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         s = self.settings
@@ -296,6 +297,11 @@ class GRPOStep:
 
     def kept(self, g: int) -> list[bool]:
         """Which of a group's responses count in the loss and its normaliser."""
+        if g not in self._kept:
+            self._kept[g] = self._find_kept(g)
+        return self._kept[g]
+
+    def _find_kept(self, g: int) -> list[bool]:
         rollouts = [self._rollout(g, i) for i in range(self.settings.num_generations)]
         return kept_responses(
             torch.tensor([len(r) for r in rollouts]),

@@ -60,6 +60,7 @@ class VerifyCLI(RollplexCLI):
             args=args,
             run=False,
             save_config_callback=None,
+            load_from_checkpoint_support=False,  # it would save the config's hyperparameters, not those of `build`
             parser_kwargs={"prog": "rollplex verify", "description": about},
         )
         self.parsed = self.config

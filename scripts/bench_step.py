@@ -25,7 +25,7 @@ from typing import Any
 
 from bench.gate import Missing
 from bench.report import ratios, show, summary
-from bench.worker import OURS, QUIET, TRL, Contender, ContenderError
+from bench.worker import OURS, QUIET, TRL, Contender, ContenderError, environment
 from bench.workload import MODELS, WORKLOADS, Workload, model_folder
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -125,7 +125,8 @@ def run_round(contenders: Sequence[Contender]) -> dict[str, Any]:
 def start(names: Sequence[str], workload: Workload, options: dict[str, Any], logs: Path, running: list[Contender],
           left_out: dict[str, str]) -> None:  # fmt: skip
     """Start the contenders together; those that cannot run here go to `left_out` with the reason."""
-    running += [Contender(name, workload, options, logs) for name in names]
+    with environment(QUIET):
+        running += [Contender(name, workload, options, logs) for name in names]
     for contender in list(running):
         try:
             contender.wait_ready()
@@ -201,7 +202,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if arguments.check:
         arguments.repeats, arguments.warmup = 1, 0
-    os.environ.update(QUIET)
     try:
         workload = workload_of(arguments)
         with tempfile.TemporaryDirectory() as temporary:

@@ -43,3 +43,35 @@ def parity_folder(tmp_path_factory):
     from rollplex.models.tiny import build_tiny
 
     return build_tiny(tmp_path_factory.mktemp("models") / "parity", init_std=0.1, seed=1)
+
+
+@pytest.fixture(scope="session")
+def vllm_engine(parity_folder, tmp_path_factory):
+    """(vllm.LLM, folder): the tiny model as we export it, in one engine of this process for all tests (20 s to start).
+
+    vLLM reseeds the global generators, sets the float32 matmul precision and replaces torch.set_num_threads: all three
+    are put back.
+    """
+    pytest.importorskip("vllm")
+    from vllm import LLM
+
+    from rollplex.checkpoints import rng_states, set_rng_states
+    from rollplex.export import export
+    from rollplex.models.registry import load_hf, load_processor, split
+
+    policy = load_hf(str(parity_folder), "float32")
+    split(policy)
+    folder = export(policy, load_processor(str(parity_folder)), tmp_path_factory.mktemp("vllm") / "export")
+    states, precision = rng_states(), torch.get_float32_matmul_precision()
+    set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
+    llm = LLM(
+        str(folder), dtype="float32", enforce_eager=True, block_size=32, max_model_len=512, max_num_seqs=16,
+        enable_chunked_prefill=False, max_num_batched_tokens=1024, kv_cache_memory_bytes=64 * 1024**2, seed=0,
+        limit_mm_per_prompt={"image": 4, "video": 0},
+    )  # fmt: skip
+    torch.set_num_threads = set_num_threads
+    torch.set_num_threads(threads)
+    torch.set_float32_matmul_precision(precision)
+    set_rng_states(states)
+    yield llm, folder
+    llm.llm_engine.engine_core.shutdown()

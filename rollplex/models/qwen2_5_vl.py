@@ -37,16 +37,14 @@ class Qwen2_5VL(SplitModel):
         c = self.config
         return (c.image_token_id, c.video_token_id, c.vision_start_token_id, c.vision_end_token_id)
 
-    def positions(self, prompts: Sequence[Prompt]) -> tuple[Tensor, Tensor]:
-        ids_BP, types_BP, media = stack_prompts(prompts)
-        grids = {k: media.get(k) for k in ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")}
-        positions_3BP, _ = self.hf.model.get_rope_index(ids_BP, mm_token_type_ids=types_BP, **grids)
-        # The first response token stands one past the largest position of any axis (a picture's positions may
-        # exceed, or fall short of, its token count).
-        return positions_3BP, positions_3BP.amax(dim=(0, 2)) + 1
+    def compute_positions(self, prompt: Prompt) -> Tensor:
+        grids = {k: prompt.media.get(k) for k in ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")}
+        types_1P = prompt.mm_token_type_ids[None]
+        positions_31P, _ = self.hf.model.get_rope_index(prompt.input_ids[None], mm_token_type_ids=types_1P, **grids)
+        return positions_31P[:, 0]
 
     def prefix_hidden(self, prompts: Sequence[Prompt], positions: Tensor, state: RecordPrefix) -> Tensor:
-        ids_BP, _, media = stack_prompts(prompts)
+        ids_BP, media = stack_prompts(prompts)
         inputs: dict[str, Any] = {k: v.to(self.device) for k, v in media.items() if k != "second_per_grid_ts"}
         out = self.hf.model(
             input_ids=ids_BP.to(self.device), position_ids=positions, use_cache=False, **inputs,
@@ -55,10 +53,9 @@ class Qwen2_5VL(SplitModel):
         return out.last_hidden_state
 
 
-def stack_prompts(prompts: Sequence[Prompt]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """(B, P) ids, (B, P) token types, and media tensors concatenated in prompt order."""
+def stack_prompts(prompts: Sequence[Prompt]) -> tuple[Tensor, dict[str, Tensor]]:
+    """(B, P) ids, and media tensors concatenated in prompt order."""
     ids_BP = torch.stack([p.input_ids for p in prompts])
-    types_BP = torch.stack([p.mm_token_type_ids for p in prompts])
     names = {name for p in prompts for name in p.media}
     media = {name: torch.cat([p.media[name] for p in prompts if name in p.media]) for name in sorted(names)}
-    return ids_BP, types_BP, media
+    return ids_BP, media

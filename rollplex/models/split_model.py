@@ -11,6 +11,7 @@ Shape legend: B prompts of a bundle, P prompt tokens, G responses per prompt, N 
 from __future__ import annotations
 
 import copy
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,9 @@ from rollplex.data.records import Prompt
 from rollplex.models.attention import ATTENTION_NAME, STATE_KEYWORD
 from rollplex.models.logprobs import linear_logps
 from rollplex.models.prefix import PrefixState, ReadPrefix, RecordPrefix, SavedBytes
+
+POSITIONS_KEPT = 16_384
+"""Prompts whose positions are remembered."""
 
 Part = Literal["vision_tower", "projector", "language_model"]
 
@@ -58,6 +62,7 @@ class SplitModel(ABC):
         self.prefix_checkpointing = prefix_checkpointing
         self.suffix_checkpointing = suffix_checkpointing
         self.version = 0
+        self._positions: dict[int, tuple[weakref.ref[Prompt], Tensor]] = {}
         self._refuse_dropout()
         self.hf.set_attn_implementation({"text_config": ATTENTION_NAME})
 
@@ -73,8 +78,8 @@ class SplitModel(ABC):
         """The modules of one part; the three parts cover all parameters."""
 
     @abstractmethod
-    def positions(self, prompts: Sequence[Prompt]) -> tuple[Tensor, Tensor]:
-        """(3, B, P) int64 positions and (B,) int64 first response positions, on the CPU."""
+    def compute_positions(self, prompt: Prompt) -> Tensor:
+        """(3, P) int64 positions of one prompt, on the CPU; they depend on the config only."""
 
     @abstractmethod
     def prefix_hidden(self, prompts: Sequence[Prompt], positions: Tensor, state: RecordPrefix) -> Tensor:
@@ -114,6 +119,26 @@ class SplitModel(ABC):
                         f"policies, so the ratio is not 1 at the first step. Set {name}=0.0"
                     )
 
+    def positions(self, prompts: Sequence[Prompt]) -> tuple[Tensor, Tensor]:
+        """(3, B, P) int64 positions and (B,) int64 first response positions, on the CPU.
+
+        The first response token stands one past the largest position of any axis: a picture's positions may exceed, or
+        fall short of, its token count.
+        """
+        positions_3BP = torch.stack([self._positions_of(p) for p in prompts], dim=1)
+        return positions_3BP, positions_3BP.amax(dim=(0, 2)) + 1
+
+    def _positions_of(self, prompt: Prompt) -> Tensor:
+        """Each prompt is asked for by engine, reference and actor; transformers counts them in Python."""
+        known = self._positions.get(id(prompt))
+        if known is not None and known[0]() is prompt:
+            return known[1]
+        if len(self._positions) >= POSITIONS_KEPT:
+            self._positions.clear()
+        positions_3P = self.compute_positions(prompt)
+        self._positions[id(prompt)] = (weakref.ref(prompt), positions_3P)
+        return positions_3P
+
     def freeze(self, parts: Sequence[Part]) -> None:
         """Turn gradients off for whole parts, on for the others."""
         for name in ("vision_tower", "projector", "language_model"):
@@ -134,7 +159,7 @@ class SplitModel(ABC):
         ):
             hidden_BPH = self.prefix_hidden(prompts, positions.to(self.device), state)
             live = [t for layer in sorted(state.kv) for t in state.kv[layer]]
-            live.append(hidden_BPH[:, -1])
+            live.append(hidden_BPH[:, -1].clone())  # a view would keep all P rows alive
         next_position_B = next_position_B.to(self.device)
         return PrefixState(live=live, next_position_B=next_position_B, version=self.version, saved_bytes=saved.total)
 

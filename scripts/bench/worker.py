@@ -6,6 +6,8 @@ import multiprocessing
 import os
 import sys
 import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,18 @@ QUIET = {
     "DO_NOT_TRACK": "1",
 }
 """Environment of every contender."""
+
+
+@contextmanager
+def environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables for the processes started inside."""
+    before = dict(os.environ)
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 class ContenderError(RuntimeError):
