@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import warnings
@@ -69,8 +70,21 @@ class RollplexCLI(LightningCLI):
             kwargs["return_predictions"] = False
         self.trainer.predict(**kwargs)
 
+    def _check_last(self, subcommand: str) -> None:
+        """Without a last checkpoint Lightning goes on with untrained weights, and would evaluate those."""
+        if subcommand == "fit" or self._get(self.config_init, "ckpt_path") != "last":
+            return
+        trainer: Any = self.trainer
+        if not any(c._find_last_checkpoints(trainer) for c in trainer.checkpoint_callbacks):
+            where = [c.dirpath for c in trainer.checkpoint_callbacks]
+            raise SystemExit(
+                f"error: --ckpt_path last found no checkpoint (looked in {', '.join(map(str, where)) or 'no folder'}). "
+                "Give the path of a checkpoint, or run `rollplex fit` with this config first"
+            )
+
     def _run_subcommand(self, subcommand: str) -> None:
         """A run that was asked to stop ends with one line and the exit code of its signal."""
+        self._check_last(subcommand)
         try:
             super()._run_subcommand(subcommand)
         except SystemExit:  # Lightning's answer to KeyboardInterrupt, after its clean-up
@@ -94,6 +108,7 @@ def main(args: list[str] | None = None) -> None:
     for message in IRRELEVANT:
         warnings.filterwarnings("ignore", message=message)
     transformers_logging.disable_progress_bar()
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda record: "💡" not in record.getMessage())
     # A task named by class_path lives in the user's folder, which a console script does not search.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())

@@ -54,3 +54,10 @@ def test_the_second_task_learns(colours):
     rows = fit(colours, "--trainer.log_every_n_steps", "1")
     first, last = (sum(float(r["reward"]) for r in part) / len(part) for part in (rows[:5], rows[-5:]))
     assert last > first + 0.3, (first, last)
+
+
+def test_evaluating_a_last_checkpoint_that_is_not_there_is_an_error(colours):
+    rollplex = Path(sys.executable).with_name("rollplex")
+    command = [rollplex, "validate", "--config", "colours.yaml", "--ckpt_path", "last"]
+    done = subprocess.run(command, cwd=colours, capture_output=True, text=True)
+    assert done.returncode == 1 and "--ckpt_path last found no checkpoint" in done.stderr, done.stderr[-2000:]
