@@ -83,7 +83,8 @@ class PhaseProgressBar(ProgressBar, PhaseCallback):
         shown = [f"{name} {value:.3f}" for name, value in values.items() if name in ("val/reward", "val/accuracy")]
         self._metrics |= {name: values[name] for name in ("val/accuracy",) if name in values}
         if self._bar is None and shown:
-            self.print(f"update {trainer.global_step}: {', '.join(shown)}")
+            when = f"update {trainer.global_step}" if trainer.state.fn == "fit" else "evaluation"
+            self.print(f"{when}: {', '.join(shown)}")
         self._show()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:

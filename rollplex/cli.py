@@ -99,8 +99,13 @@ class RollplexCLI(LightningCLI):
 IRRELEVANT = (
     "Using ModelCheckpoint with manual optimization",  # a step has ended when it saves
     ".*treespec, LeafSpec.* is deprecated",
+    "The dirpath has changed from",  # of an earlier run's best score, which is not used
 )
 """Warnings of Lightning that nobody who uses Rollplex can act on."""
+
+
+def _worth_telling(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(("💡", "TPU available"))
 
 
 def main(args: list[str] | None = None) -> None:
@@ -108,7 +113,7 @@ def main(args: list[str] | None = None) -> None:
     for message in IRRELEVANT:
         warnings.filterwarnings("ignore", message=message)
     transformers_logging.disable_progress_bar()
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda record: "💡" not in record.getMessage())
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_worth_telling)
     # A task named by class_path lives in the user's folder, which a console script does not search.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())

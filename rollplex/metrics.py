@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import torch
 
 from rollplex.admission import Admission
+from rollplex.rewards.outcome import Reason
 from rollplex.timeline import PHASES, ROLLOUT_LANE, TRAIN_LANE, Timeline
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def step_metrics(step: GRPOStep) -> dict[str, float]:
     for name in sorted({name for g in groups for name in g.components}):
         out[f"reward/{name}"] = _nanmean(torch.cat([g.components[name] for g in groups if name in g.components]))
     out["rewards_missing"] = float(torch.isnan(rewards).sum())
-    for reason in sorted({f.reason for f in step.failures}):
+    for reason in get_args(Reason):  # zeros too: a logger keeps showing the last value it was given
         out[f"rewards_missing/{reason}"] = float(sum(f.reason == reason for f in step.failures))
     lengths = [float(len(r)) for r in rollouts]
     out["completion_length"], out["completion_length_max"] = _mean(lengths), max(lengths)
@@ -135,7 +136,7 @@ def time_metrics(timeline: Timeline, seconds: float, tokens: int) -> dict[str, f
 def admission_metrics(admission: Admission) -> dict[str, float]:
     """What the last rollout let into its window, and the measured decode slow-down."""
     out = {"units_admitted": float(admission.admitted)}
-    out |= {f"units_refused/{reason}": float(len(units)) for reason, units in admission.refused.items() if units}
+    out |= {f"units_refused/{reason}": float(len(units)) for reason, units in admission.refused.items()}
     alpha = admission.measurements.alpha
     return out if alpha is None else out | {"decode_slowdown": alpha}
 

@@ -19,10 +19,15 @@ else
     "$PYTHON" -m rollplex.models.tiny --out "$model" || die "the tiny model could not be built (see above)"
 fi
 
+if [ -f "$runs/checkpoints/last.ckpt" ] && [[ "$*" != *ckpt_path* ]]; then
+    echo "training: $runs holds an earlier run; it is kept, and this one starts anew (to go on with it instead:"
+    echo "          .venv/bin/rollplex fit --config $config --ckpt_path last)"
+fi
 started="$(mktemp)"  # tells this run's files from older ones
 trap 'rm -f "$started"' EXIT
 interrupted=
 trap 'interrupted=yes' INT  # `fit` saves and ends by itself on Ctrl-C
+echo "training: about two minutes; the reward stays low while the answer's form is learnt, then climbs (update 60 on)"
 echo "training: rollplex fit --config $config $*"
 "$VENV/bin/rollplex" fit --config "$config" "$@" || [ -n "$interrupted" ] || die "training stopped (see above)"
 if [ -n "$interrupted" ]; then
@@ -36,7 +41,10 @@ echo "evaluation: rollplex validate --config $config --ckpt_path last"
 
 echo
 echo "results in $runs/"
-find "$runs" -newer "$started" -type f \( -name '*.ckpt' -o -name metrics.csv -o -name '*.safetensors' \) |
+echo "  samples with picture, prompt, response, reward: $runs/rollouts/"
+echo "  both lanes of a step, for ui.perfetto.dev:      $runs/timeline/"
+echo "  the trained model, for from_pretrained:         $(ls -td "$runs"/export* | head -n 1)"
+find "$runs" -newer "$started" -type f \( -name '*.ckpt' -o -name metrics.csv \) |
     sort | sed 's/^/  /'
 if find "$runs" -name '*tfevents*' 2>/dev/null | grep -q .; then
     echo "curves:  .venv/bin/tensorboard --logdir $runs"

@@ -33,25 +33,24 @@ def colours(tmp_path):
 
 def fit(folder: Path, *overrides: str) -> list[dict[str, str]]:
     rollplex = Path(sys.executable).with_name("rollplex")
-    logger = ["--trainer.logger", "lightning.pytorch.loggers.CSVLogger", "--trainer.logger.save_dir", "log"]
-    done = subprocess.run(
-        [rollplex, "fit", "--config", "colours.yaml", *logger, *overrides], cwd=folder, capture_output=True, text=True
-    )
+    command = [rollplex, "fit", "--config", "colours.yaml", *overrides]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    (table,) = (folder / "log").rglob("metrics.csv")
+    (table,) = (folder / "runs" / "colours").rglob("metrics.csv")
     return [row for row in csv.DictReader(table.open()) if row.get("reward")]
 
 
 def test_the_second_task_runs_from_the_readme(colours):
-    options = ["--trainer.max_steps", "2", "--trainer.log_every_n_steps", "1"]
-    rows = fit(colours, *options, "--data.init_args.batch_size", "4")
+    rows = fit(colours, "--trainer.max_steps", "2", "--data.init_args.batch_size", "4")
     assert len(rows) == 2 and all(0 <= float(r["reward"]) <= 1.4 for r in rows)
     assert {"reward/right", "reward/starts"} <= set(rows[0])
+    assert list((colours / "runs" / "colours" / "checkpoints").glob("last*.ckpt"))
+    assert list((colours / "runs" / "colours" / "rollouts").glob("*.jsonl"))
 
 
 @pytest.mark.slow
 def test_the_second_task_learns(colours):
-    rows = fit(colours, "--trainer.log_every_n_steps", "1")
+    rows = fit(colours)
     first, last = (sum(float(r["reward"]) for r in part) / len(part) for part in (rows[:5], rows[-5:]))
     assert last > first + 0.3, (first, last)
 
