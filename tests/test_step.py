@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import time
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from fake_engine import FakeEngine, Scripted
 from runs import PictureTask, largest_difference, run, same_bits, weights
 
 from rollplex.callbacks import GroupStreaming, PrefixOverlap
+from rollplex.engines.torch_engine import TorchEngine
 from rollplex.models.registry import load_hf
 from rollplex.phases import Phase, PhaseCallback
 from rollplex.schedule import PREFIX_KINDS, UnitKind
@@ -237,13 +239,33 @@ CASES = [
 ]
 
 
+class PatientEngine(TorchEngine):
+    """Decodes only while no unit runs, so that what can be overlapped is, however busy the machine."""
+
+    watch: Watch
+
+    def step(self):
+        time.sleep(0.003)
+        while self.watch.busy:
+            time.sleep(0.001)
+        return super().step()
+
+
 class Watch(PhaseCallback):
     """Kinds of the units that ran inside the rollout."""
 
     def __init__(self) -> None:
         self.hidden: set[UnitKind] = set()
+        self.busy = False
+
+    def on_exception(self, trainer, module, error) -> None:
+        self.busy = False
+
+    def on_unit_end(self, trainer, unit) -> None:
+        self.busy = False
 
     def on_unit_start(self, trainer, unit) -> None:
+        self.busy = True
         if trainer.strategy.colocation.executor.machine.phase is Phase.ROLLOUT:
             self.hidden.add(unit.kind)
 
@@ -255,8 +277,10 @@ def test_overlap_and_streaming_equal_serial_bit_for_bit(parity_folder, tmp_path,
     settings = dict(steps=2, num_generations=3, max_completion_length=48, stop=letters) | case
 
     def trained(*callbacks):
-        watch = Watch()
-        return run(parity_folder, tmp_path, callbacks=[watch, *callbacks], **copy.deepcopy(settings)), watch.hidden
+        watch, engine = Watch(), PatientEngine()
+        engine.watch = watch
+        options = copy.deepcopy(settings)
+        return run(parity_folder, tmp_path, engine=engine, callbacks=[watch, *callbacks], **options), watch.hidden
 
     serial, hidden = trained()
     assert not hidden and not same_bits(weights(serial), initial(parity_folder))
