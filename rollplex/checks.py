@@ -66,3 +66,13 @@ def _warn_off_policy(h: Mapping[str, Any]) -> None:
             "if drawn from the full one; set importance_sampling_mode (e.g. token_truncate) to correct for it",
             stacklevel=3,
         )
+
+
+def check_batches(h: Mapping[str, Any], data: Any) -> None:
+    """Settings of GRPOModule that the data module's batches must allow."""
+    batch_size = getattr(data, "batch_size", None)
+    if batch_size is not None and h["num_mini_batches"] > batch_size:
+        raise ValueError(
+            f"num_mini_batches={h['num_mini_batches']} is more than the batch_size={batch_size} groups of a rollout, "
+            "and groups are never split; lower it or raise batch_size"
+        )

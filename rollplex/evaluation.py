@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,23 @@ from rollplex.metrics import pass_at_k
 from rollplex.rewards.runner import RewardRunner
 from rollplex.step import request_seed
 from rollplex.tasks.base import VLMTask
+
+
+class Groups:
+    """The groups of one predict batch. Opaque to Lightning, which rebuilds lists and refuses frozen dataclasses."""
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self._groups = tuple(groups)
+
+    def __iter__(self) -> Iterator[Group]:
+        return iter(self._groups)
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def __getitem__(self, index: int) -> Group:
+        return self._groups[index]
+
 
 EVALUATION = -1
 """Stands in the seed where training puts its step: evaluation samples the same way whenever it runs."""

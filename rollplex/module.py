@@ -13,9 +13,9 @@ import torch
 from lightning.pytorch import LightningModule
 
 from rollplex.checkpoints import RandomStates, WithRandomStates
-from rollplex.checks import check_settings
+from rollplex.checks import check_batches, check_settings
 from rollplex.data.records import Group, Prompt, SamplingParams
-from rollplex.evaluation import evaluation_metrics, rollout_groups
+from rollplex.evaluation import Groups, evaluation_metrics, rollout_groups
 from rollplex.grpo.advantages import ScaleRewards
 from rollplex.grpo.importance import ImportanceMode
 from rollplex.grpo.losses import ImportanceLevel, KLEstimator, LossSettings, LossType
@@ -180,6 +180,8 @@ class GRPOModule(WithRandomStates, LightningModule):
         if task is None:
             raise ValueError("GRPOModule needs a VLMDataModule: pass datamodule=VLMDataModule(task=...) to the trainer")
         h = self.hparams
+        if stage == "fit":
+            check_batches(h, getattr(self.trainer, "datamodule", None))
         self.task = task
         self._runners = {
             n: RewardRunner(
@@ -312,8 +314,8 @@ class GRPOModule(WithRandomStates, LightningModule):
     def test_step(self, batch: list[Prompt], batch_idx: int) -> Any:
         return self._evaluation_step(batch, "test/")
 
-    def predict_step(self, batch: list[Prompt], batch_idx: int) -> list[Group]:
-        return self.evaluate(batch)
+    def predict_step(self, batch: list[Prompt], batch_idx: int) -> Groups:
+        return Groups(self.evaluate(batch))
 
     def _evaluation_step(self, batch: list[Prompt], prefix: str) -> list[Group]:
         groups = self.evaluate(batch)

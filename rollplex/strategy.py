@@ -55,6 +55,7 @@ class RollplexStrategy(SingleDeviceStrategy):
         )
 
     def setup(self, trainer: Any) -> None:
+        self._check(trainer)
         super().setup(trainer)
         module: Any = self.lightning_module
         if not hasattr(module, "actor"):
@@ -63,6 +64,22 @@ class RollplexStrategy(SingleDeviceStrategy):
             )
         module.place(self.root_device)
         self.colocation.start(trainer, module.actor, module.processor, self.root_device)
+
+    def _check(self, trainer: Any) -> None:
+        """What this strategy cannot do, said before a model is touched."""
+        precision = self.precision_plugin.precision
+        if precision != "32-true":
+            raise ValueError(
+                f"trainer.precision={precision} would run the trainer's passes under autocast, and it would no longer "
+                "agree with the engine; leave precision at 32-true and set the model's dtype (float32 or bfloat16)"
+            )
+        devices = trainer._accelerator_connector._devices_flag
+        wanted = int(devices) if str(devices).isdigit() else 1
+        if wanted > 1 or trainer.num_nodes > 1:
+            raise ValueError(
+                f"strategy=rollplex uses one device, but devices={devices} and num_nodes={trainer.num_nodes} were set; "
+                "set both to 1"
+            )
 
     def teardown(self) -> None:
         self.colocation.close()
