@@ -1,0 +1,157 @@
+"""Reports about prompt, position and split faults (TOK, POS, SPL, LP-04), each against the sequence alone, unpadded."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from fake_engine import FakeEngine, Scripted
+from helpers import make_prompt, monolithic_logps, picture, relative_error
+from runs import run
+
+from rollplex.models.qwen2_5_vl import Qwen2_5VL
+from rollplex.models.tiny import build_tiny
+
+IDS = torch.tensor([[11, 12, 13, 14], [21, 22, 23, 24]])
+LENGTHS = torch.tensor([4, 3])
+
+
+def group_logps(actor: Qwen2_5VL, prompt, ids=IDS, lengths=LENGTHS) -> list[torch.Tensor]:
+    out = actor.suffix(actor.prefix([prompt], grad=False), ids, lengths, temperature=1.0, grad=False)
+    return [row[:n] for row, n in zip(out.logps_NR, lengths.tolist(), strict=True)]
+
+
+def alone(model, actor: Qwen2_5VL, prompt, ids=IDS, lengths=LENGTHS) -> list[torch.Tensor]:
+    plain = copy.deepcopy(model).eval()
+    with torch.no_grad():
+        return [
+            monolithic_logps(plain, prompt, row[:n], 1.0, actor.banned_token_ids)
+            for row, n in zip(ids, lengths.tolist(), strict=True)
+        ]
+
+
+def worst(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:
+    return max(float((x - y).abs().max()) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3])
+def test_tok_09_several_pictures_stay_with_their_sample(count, tiny_parity_model, tiny_processor):
+    sizes = [(56, 84), (84, 56), (112, 56)][:count]
+    pictures = [picture(*size, seed=i) for i, size in enumerate(sizes)]
+    actor = Qwen2_5VL(copy.deepcopy(tiny_parity_model))
+    prompt = make_prompt(tiny_processor, "what?", images=pictures)
+    got = group_logps(actor, prompt)
+    assert worst(got, alone(tiny_parity_model, actor, prompt)) < 1e-5
+    for n in range(2):  # one response at a time
+        assert worst(group_logps(actor, prompt, IDS[n : n + 1], LENGTHS[n : n + 1]), got[n : n + 1]) < 1e-5
+    if count > 1:
+        swapped = make_prompt(tiny_processor, "what?", images=[pictures[1], pictures[0], *pictures[2:]])
+        assert worst(group_logps(actor, swapped), got) > 1e-3
+
+
+@pytest.mark.parametrize("g", [1, 2, 8])
+def test_tok_10_the_picture_is_stored_once_for_the_group(g, tiny_parity_model, tiny_processor):
+    actor = Qwen2_5VL(copy.deepcopy(tiny_parity_model))
+    prompts = [make_prompt(tiny_processor, "x", images=[picture(*size)]) for size in ((56, 84), (84, 56))]
+    generator = torch.Generator().manual_seed(g)
+    ids = torch.randint(0, 256, (2 * g, 5), generator=generator)
+    lengths = torch.randint(1, 6, (2 * g,), generator=generator)
+    out = actor.suffix(actor.prefix(prompts, grad=False), ids, lengths, temperature=1.0, grad=False)
+    for b, prompt in enumerate(prompts):  # two groups in one bundle
+        rows = slice(b * g, (b + 1) * g)
+        got = [row[:n] for row, n in zip(out.logps_NR[rows], lengths[rows].tolist(), strict=True)]
+        assert worst(got, alone(tiny_parity_model, actor, prompt, ids[rows], lengths[rows])) < 1e-5
+
+
+def test_tok_11_the_pixels_reach_training(tiny_parity_model, tiny_processor):
+    actor = Qwen2_5VL(tiny_parity_model)
+    a, b = (make_prompt(tiny_processor, "x", images=[picture(56, 56, seed)]) for seed in (1, 2))
+    assert worst(group_logps(actor, a), group_logps(actor, b)) > 1e-3
+    state = actor.prefix([a], grad=True)
+    actor.suffix(state, IDS, LENGTHS, temperature=1.0, grad=True).logps_NR.sum().backward()
+    state.backward()
+    assert float(actor.hf.model.visual.patch_embed.proj.weight.grad.norm()) > 0
+
+
+def test_pos_01_and_pos_04_nothing_depends_on_batch_mates(tiny_parity_model, tiny_processor):
+    """Prompts are never padded: a batch mate of 400 tokens goes through a pass of its own."""
+    actor = Qwen2_5VL(copy.deepcopy(tiny_parity_model))
+    prompts = [
+        make_prompt(tiny_processor, "q"),
+        make_prompt(tiny_processor, "q" * 400),
+        make_prompt(tiny_processor, "q", images=[picture(56, 56), picture(84, 84)]),
+    ]
+    for prompt in prompts:
+        assert worst(group_logps(actor, prompt), alone(tiny_parity_model, actor, prompt)) < 1e-5
+
+
+def test_pos_03_rope_state_of_another_forward_is_not_used(tiny_parity_model, tiny_processor):
+    actor = Qwen2_5VL(tiny_parity_model)
+    text = make_prompt(tiny_processor, "plain")
+    before = group_logps(actor, text)
+    actor.hf.model.rope_deltas = torch.tensor([[99], [99], [99], [99]])
+    actor.prefix([make_prompt(tiny_processor, "x", images=[picture(140, 56)])], grad=False)
+    assert all(torch.equal(a, b) for a, b in zip(before, group_logps(actor, text), strict=True))
+
+
+def test_pos_06_what_stands_in_the_padding_is_nothing(tiny_parity_model, tiny_processor):
+    actor = Qwen2_5VL(tiny_parity_model)
+    prompt = make_prompt(tiny_processor, "x", images=[picture(56, 56)])
+    other = IDS.clone()
+    other[1, 3] = 250
+    a, b = group_logps(actor, prompt), group_logps(actor, prompt, other)
+    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_pos_10_sampled_ids_are_trained_as_they_are(parity_folder, tmp_path):
+    """Half a UTF-8 character does not survive decoding and encoding; the ids must."""
+    halves = ((0xE4,), (0xBD,), (0xE4, 0xBD), (0xBD, 0xE4))
+    module = run(parity_folder, tmp_path, steps=1, engine=FakeEngine(lambda r: Scripted(list(halves[r.index]))))
+    for group in module.seen[0]["groups"]:
+        assert [tuple(r.token_ids.tolist()) for r in group.rollouts] == list(halves)
+    assert module.seen[0]["metrics"]["grad_norm"] >= 0
+
+
+def test_spl_01_gradient_flows_through_the_prompt(tiny_parity_model, tiny_processor):
+    """A prompt pass without its graph gives the right loss and loses most of the gradient: the test sees the loss."""
+    prompt = make_prompt(tiny_processor, "x", images=[picture(56, 84)])
+    reference = copy.deepcopy(tiny_parity_model)
+    for row, n in zip(IDS, LENGTHS.tolist(), strict=True):
+        monolithic_logps(
+            reference, prompt, row[:n], 1.0, Qwen2_5VL(copy.deepcopy(reference)).banned_token_ids
+        ).sum().backward()
+    want = {k: p.grad for k, p in reference.named_parameters()}
+
+    def gradients(cut: bool) -> dict[str, torch.Tensor | None]:
+        actor = Qwen2_5VL(copy.deepcopy(tiny_parity_model))
+        state = actor.prefix([prompt], grad=True)
+        actor.suffix(state, IDS, LENGTHS, temperature=1.0, grad=True).logps_NR.sum().backward()
+        if not cut:
+            state.backward()
+        return {k: p.grad for k, p in actor.hf.named_parameters()}
+
+    name = "model.language_model.layers.0.mlp.down_proj.weight"
+    assert relative_error(gradients(cut=False)[name], want[name]) < 1e-5
+    assert relative_error(gradients(cut=True)[name], want[name]) > 0.1
+    assert gradients(cut=True)["model.visual.patch_embed.proj.weight"] is None
+
+
+@pytest.mark.parametrize("pictures", [0, 1, 2])
+def test_spl_02_and_spl_06_suffix_positions_follow_each_prompt(pictures, tiny_parity_model, tiny_processor):
+    actor = Qwen2_5VL(tiny_parity_model)
+    prompt = make_prompt(tiny_processor, "x" * (3 + pictures), images=[picture(112, 56, i) for i in range(pictures)])
+    positions, first = actor.positions([prompt])
+    assert int(first) == int(positions.max()) + 1
+    assert (int(first) < len(prompt)) == (pictures > 0), "with a picture the position is not the token index"
+
+
+def test_lp_04_bfloat16_log_probs_are_float32_on_both_sides(parity_folder, tmp_path):
+    settings = dict(steps=1, dtype="bfloat16", beta=0.1, max_completion_length=16)
+    module = run(parity_folder, tmp_path, **settings)
+    metrics = module.seen[0]["metrics"]
+    assert metrics["kl"] == 0.0 and metrics["ratio_max"] == metrics["ratio_min"] == 1.0
+    assert all(r.logps.dtype == torch.float32 for g in module.seen[0]["groups"] for r in g.rollouts)
+    # Engine against trainer, with weights of an ordinary scale: std 0.1 magnifies bfloat16's rounding too.
+    ordinary = build_tiny(tmp_path / "ordinary", seed=1)
+    assert 0 < run(ordinary, tmp_path, **settings).seen[0]["metrics"]["mismatch_abs"] < 1e-3
