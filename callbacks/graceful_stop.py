@@ -110,7 +110,7 @@ class GracefulStop(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         asked = isinstance(exception, StopRequested)
         if asked or (self.save_on_error and isinstance(exception, Exception)):
-            saved = self._save(trainer, pl_module)
+            saved = self._save(trainer, pl_module, exception)
             if asked:
                 name = str(exception)
                 self.exit_code = 128 + signal.Signals[name]
@@ -119,8 +119,10 @@ class GracefulStop(Callback):
                 os.write(2, f"\nthe run failed after {trainer.global_step} updates; {saved}\n".encode())
         self._restore()
 
-    def _save(self, trainer: Any, module: Any) -> str:
+    def _save(self, trainer: Any, module: Any, exception: BaseException) -> str:
         """Save if that makes sense; what came of it, in words."""
+        if _diverged(exception):
+            return "nothing saved: the weights have diverged, and the last checkpoint is from before"
         if trainer.state.fn != "fit" or trainer.fast_dev_run or module.rollouts_done == 0:
             return "there was nothing to save"
         if module.updates_in_step:
@@ -142,6 +144,15 @@ class GracefulStop(Callback):
             name = f"{checkpointer.CHECKPOINT_NAME_LAST}{checkpointer.FILE_EXTENSION}"
             checkpointer.last_model_path = str(free_path(Path(checkpointer.dirpath) / name))
         return Path(checkpointer.last_model_path)
+
+
+def _diverged(error: BaseException | None) -> bool:
+    """Whether numbers that are not finite are behind it."""
+    while error is not None:
+        if isinstance(error, FloatingPointError):
+            return True
+        error = error.__cause__
+    return False
 
 
 def _rewind(trainer: Trainer) -> None:

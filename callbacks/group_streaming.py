@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
+from rollplex.callbacks.prefix_overlap import PrefixOverlap
 from rollplex.phases import PhaseCallback
 from rollplex.schedule import PREFIX_KINDS, ScheduleState, Unit
 
@@ -24,6 +26,12 @@ class GroupStreaming(PhaseCallback):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if stage == "fit":
+            if not any(isinstance(c, PrefixOverlap) for c in trainer.callbacks):
+                warnings.warn(
+                    "GroupStreaming without PrefixOverlap hides rewards only: suffix work needs its prefix, which then "
+                    "waits for the end of the rollout. Add rollplex.callbacks.PrefixOverlap",
+                    stacklevel=2,
+                )
             pl_module.colocation.executor.openers.append(self.admits)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:

@@ -52,6 +52,13 @@ def check_settings(h: Mapping[str, Any]) -> None:
         raise ValueError(
             f"warmup_steps={h['warmup_steps']} has no effect with lr_scheduler_type=constant; set constant_with_warmup"
         )
+    if h["reward_timeout"] is not None and not 0 < h["reward_timeout"] <= 86_400:
+        raise ValueError(f"reward_timeout={h['reward_timeout']} must be above 0 and at most 86400 seconds, or null")
+    unknown = set(h["freeze"] or ()) - {"vision_tower", "projector", "language_model"}
+    if unknown or isinstance(h["stop"], str):
+        raise ValueError(
+            f"freeze={h['freeze']} takes vision_tower, projector, language_model; stop={h['stop']!r} a list of strings"
+        )
     if set(h["freeze"] or ()) == {"vision_tower", "projector", "language_model"}:
         raise ValueError("freeze names all parts, so nothing would be trained; leave at least one out")
     _warn_off_policy(h)
@@ -75,4 +82,24 @@ def check_batches(h: Mapping[str, Any], data: Any) -> None:
         raise ValueError(
             f"num_mini_batches={h['num_mini_batches']} is more than the batch_size={batch_size} groups of a rollout, "
             "and groups are never split; lower it or raise batch_size"
+        )
+
+
+KEPT_ON_RESUME = (
+    "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "lr_scheduler_type", "warmup_steps", "lr_decay_steps",
+    "freeze", "dtype",
+)  # fmt: skip
+"""Settings that live on in the checkpoint's optimizer and schedule: a changed one would be ignored."""
+
+
+def check_resume(saved: Mapping[str, Any], module: Any) -> None:
+    """A training run that continues with other optimizer settings than it began with: ValueError."""
+    trainer = getattr(module, "_trainer", None)
+    if trainer is None or trainer.state.fn != "fit":
+        return
+    changed = [f"{k}={module.hparams[k]} (was {v})" for k, v in saved.items() if module.hparams[k] != v]
+    if changed:
+        raise ValueError(
+            f"{', '.join(changed)}: the optimizer in the checkpoint keeps its own, so the change would be ignored. Set "
+            "the old values, or export the checkpoint and start a new run from that folder"
         )

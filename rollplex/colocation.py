@@ -74,7 +74,7 @@ class Colocation:
         if self._published == version:
             return
         self.executor.enter(Phase.PUBLISH)
-        self.lane.call(lambda engine: engine.publish(version))
+        self.lane.call(lambda engine: engine.publish(version), limit=self.executor.timeout)
         self._published = version
         self._notify("on_weights_published", version)
         self.executor.enter(Phase.IDLE)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
-from rollplex.data.records import Group, Prompt, Request, Rollout, SamplingParams
+from rollplex.data.records import Group, Prompt, Request, Rollout, Sample, SamplingParams
 from rollplex.metrics import pass_at_k
 from rollplex.rewards.runner import RewardRunner
 from rollplex.step import request_seed
@@ -84,11 +86,24 @@ def evaluation_metrics(groups: Sequence[Group], task: VLMTask) -> dict[str, tupl
     rollouts = [r for g in groups for r in g.rollouts]
     put("completion_length", [float(len(r)) for r in rollouts])
     put("completions_truncated", [float(r.finish_reason == "length") for r in rollouts])
-    verdicts = [[task.correct(g.prompt.sample, r) for r in g.rollouts] for g in groups]
-    judged = [[bool(v) for v in row if v is not None] for row in verdicts if any(v is not None for v in row)]
+    verdicts = [[_verdict(task, g.prompt.sample, r) for r in g.rollouts] for g in groups]
+    judged = [[v for v in row if v is not None] for row in verdicts if any(v is not None for v in row)]
     put("accuracy", [float(v) for row in judged for v in row])
     k = 1
     while k <= len(groups[0].rollouts) and len(groups[0].rollouts) > 1:
         put(f"pass@{k}", [pass_at_k(len(row), sum(row), k) for row in judged if len(row) >= k])
         k *= 2
     return out
+
+
+def _verdict(task: VLMTask, sample: Sample, rollout: Rollout) -> bool | None:
+    """`task.correct`, isolated: what raises or is no truth value is left out, with a warning that names the row."""
+    try:
+        verdict = task.correct(sample, rollout)
+        if verdict is None or isinstance(verdict, bool | np.bool_):
+            return None if verdict is None else bool(verdict)
+        problem = f"returned {type(verdict).__name__}, expected True, False or None"
+    except Exception as error:
+        problem = f"raised {type(error).__name__}: {error}"
+    warnings.warn(f"row {sample.id!r}: {type(task).__name__}.correct {problem}; left out of accuracy", stacklevel=2)
+    return None

@@ -6,6 +6,7 @@ executor on the train lane reads. No other thread touches the engine, so engines
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -18,6 +19,11 @@ from rollplex.cores import LaneThreads
 from rollplex.data.records import Request, Rollout
 from rollplex.engines.base import EngineContext, RolloutEngine, WindowState
 from rollplex.timeline import ROLLOUT_LANE, Timeline
+
+log = logging.getLogger(__name__)
+
+STUCK_AFTER = 30.0
+"""Seconds that an engine may take to come back from a step when it is asked to stop."""
 
 
 class EngineError(RuntimeError):
@@ -66,12 +72,20 @@ class RolloutLane:
         self._window_open = False
         self._busy = False
         self._failed: BaseException | None = None
+        self._lost: threading.Thread | None = None
+        self.last_sign = time.monotonic()
+        """When the engine last ended a step (time.monotonic); a decode without events is a sign of life too."""
 
     # ---- called from the train lane ----
 
     def start(self, context: EngineContext) -> None:
         """Start the thread and the engine in it; returns when the engine is ready."""
         assert self._thread is None, "the rollout lane is already running"
+        if self._lost is not None and self._lost.is_alive():
+            raise EngineError("the engine of the last run never came back; start a new process")
+        self.events, self._commands = queue.SimpleQueue(), queue.SimpleQueue()
+        self._lost = self._failed = None
+        self._busy = self._window_open = False
         self._thread = threading.Thread(target=self._run, name="rollplex-rollout", daemon=True)
         self._thread.start()
         try:
@@ -84,9 +98,19 @@ class RolloutLane:
     def running(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def call(self, command: Callable[[RolloutEngine], Any]) -> Any:
-        """Run `command(engine)` on the lane between two steps; returns its result or raises its error."""
-        return self.post(command).result()
+    def call(self, command: Callable[[RolloutEngine], Any], *, limit: float | None = None) -> Any:
+        """Run `command(engine)` on the lane between two steps; returns its result or raises its error.
+
+        EngineError after `limit` seconds: the engine is stuck in a step or in the command, and counts as failed.
+        """
+        future = self.post(command)
+        try:
+            return future.result(timeout=limit)
+        except TimeoutError as error:
+            if future.done():  # the command's own
+                raise
+            self._failed = EngineError(f"the engine did not answer within {limit:g} s")
+            raise self._failed from error
 
     def post(self, command: Callable[[RolloutEngine], Any]) -> Future[Any]:
         """As `call`, without waiting."""
@@ -98,14 +122,14 @@ class RolloutLane:
         self._commands.put((command, future))
         return future
 
-    def submit(self, requests: Sequence[Request]) -> None:
+    def submit(self, requests: Sequence[Request], *, limit: float | None = None) -> None:
         """Hand requests over; the engine's refusal (ValueError) is raised here."""
-        self.call(lambda engine: engine.submit(requests))
+        self.call(lambda engine: engine.submit(requests), limit=limit)
 
     def abort(self) -> None:
         """End what is unfinished; the responses so far come as `Finished` events, then `Drained`."""
         if self.running and self._failed is None:
-            self.call(self._abort)
+            self.call(self._abort, limit=STUCK_AFTER)
 
     def drain_events(self) -> None:
         """Forget events of an aborted rollout."""
@@ -113,12 +137,18 @@ class RolloutLane:
             self.events.get_nowait()
 
     def close(self) -> None:
-        """Stop the thread and the engine. Safe to call twice, and after a failure."""
+        """Stop the thread and the engine. Safe to call twice, and after a failure.
+
+        A thread that is stuck in the engine is left behind: it is a daemon and ends with the process.
+        """
         thread, self._thread = self._thread, None
         if thread is None:
             return
         self._commands.put(None)
-        thread.join()
+        thread.join(timeout=1.0 if self._failed is not None else STUCK_AFTER)
+        if thread.is_alive():
+            self._lost = thread
+            log.warning("the engine is stuck; its thread is left behind and ends with this process")
 
     # ---- on the lane's own thread ----
 
@@ -167,13 +197,14 @@ class RolloutLane:
         self._threads.apply(ROLLOUT_LANE)
         start = time.perf_counter()
         try:
-            finished = self.engine.step()
+            finished = list(self.engine.step())
             after = self.engine.window
         except BaseException as error:
             self._failed = error
             self.events.put(Failed(error))
             return
         # A step that a unit began or ended in counts for neither side.
+        self.last_sign = time.monotonic()
         co = beside if beside == self._threads.co_running else None
         self._timeline.add(ROLLOUT_LANE, before.value, start, time.perf_counter(), rows=rows, co=co)
         for rollout in finished:

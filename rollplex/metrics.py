@@ -21,7 +21,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "reward_std": ("", "mean over groups of the reward's standard deviation within the group"),
     "reward/{name}": ("", "mean of one named reward over responses that have it"),
     "rewards_missing": ("responses", "responses without a reward (None, NaN, raised, late)"),
-    "rewards_missing/{reason}": ("responses", "those of one reason: none, nan, raised, timeout, bad_type"),
+    "rewards_missing/{reason}": ("responses", "those of one reason: none, nan, raised, timeout, bad_type, incomplete"),
     "groups_without_spread": ("fraction", "groups whose rewards are all equal: they give no policy gradient"),
     "advantage_abs": ("", "mean absolute advantage over kept responses"),
     "completion_length": ("tokens", "mean response length"),

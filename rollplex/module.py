@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch import LightningModule
 
 from rollplex.checkpoints import RandomStates, WithRandomStates
-from rollplex.checks import check_batches, check_settings
+from rollplex.checks import KEPT_ON_RESUME, check_batches, check_resume, check_settings
 from rollplex.data.records import Group, Prompt, SamplingParams
 from rollplex.evaluation import Groups, evaluation_metrics, rollout_groups
 from rollplex.grpo.advantages import ScaleRewards
@@ -267,15 +267,13 @@ class GRPOModule(WithRandomStates, LightningModule):
         optimizer: Any = self.optimizers()
         parameters = [p for p in self.policy.parameters() if p.grad is not None]
         norm = torch.zeros(())
-        if step.anything_kept(update):
+        if step.anything_kept(update) and parameters:
             scale = 1.0 / step.normalizer(update)
             torch._foreach_mul_([p.grad for p in parameters], scale)
             limit = self.hparams["max_grad_norm"]
             norm = torch.nn.utils.clip_grad_norm_(parameters, limit if limit is not None else float("inf"))
             if not torch.isfinite(norm):
-                raise RuntimeError(
-                    f"the gradient norm is {float(norm)} at update {self.trainer.global_step}; weights kept"
-                )
+                raise FloatingPointError(f"gradient norm {norm} at update {self.trainer.global_step}; weights kept")
         else:
             # Nothing to learn from: without gradients the optimizer moves nothing, and the step still counts.
             self.zero_grad(set_to_none=True)
@@ -332,6 +330,7 @@ class GRPOModule(WithRandomStates, LightningModule):
             "rollouts_done": self.rollouts_done,
             "weights_version": self.actor.version,
             "reference_print": self._reference_print,
+            "settings": {name: self.hparams[name] for name in KEPT_ON_RESUME},
             "random": self.random_states.state_dict(),
         }
 
@@ -339,6 +338,7 @@ class GRPOModule(WithRandomStates, LightningModule):
         state = checkpoint.get("rollplex")
         if state is None:
             raise ValueError("this checkpoint was not written by Rollplex; start from a model folder instead")
+        check_resume(state.get("settings", {}), self)
         self.rollouts_done = state["rollouts_done"]
         self.actor.version = state["weights_version"]
         self.random_states.load_state_dict(state["random"])

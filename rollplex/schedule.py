@@ -161,7 +161,7 @@ class Executor:
         self.admission.start_step()
         with self._guard():
             self.enter(Phase.ROLLOUT)
-            self.lane.submit(requests)
+            self.lane.submit(requests, limit=self.timeout)
             self._overlapped(pending, state, collect)
             self._learn_decode_times()
             self.enter(Phase.SCORE)
@@ -183,7 +183,7 @@ class Executor:
         """EVALUATE: rollouts only."""
         with self._guard():
             self.enter(Phase.EVALUATE)
-            self.lane.submit(requests)
+            self.lane.submit(requests, limit=self.timeout)
             self._overlapped([], ScheduleState(), collect)
             self.enter(Phase.IDLE)
 
@@ -226,7 +226,7 @@ class Executor:
             if (event := self._poll(0.1)) is not None:
                 last_event = time.monotonic()
                 self._handle(event, state, collect)
-            elif self.timeout is not None and time.monotonic() - last_event > self.timeout:
+            elif self.timeout is not None and time.monotonic() - max(last_event, self.lane.last_sign) > self.timeout:
                 raise EngineError(f"the engine gave no sign of life for {self.timeout:g} s during the rollout phase")
 
     def _learn_decode_times(self) -> None:
@@ -300,7 +300,7 @@ class Executor:
             end = time.perf_counter()
             self.timeline.add(TRAIN_LANE, unit.kind.value, start, end, index=unit.index, hidden=hidden)
         self.admission.measurements.add_unit(unit.kind.value, end - start, unit.work, hidden)
-        if unit.kind in PREFIX_KINDS:
+        if unit.kind in PREFIX_KINDS and self.openers:
             grown = self.held_bytes() - held
             self.admission.learn_bytes(str(unit), unit.kind.value, unit.work, unit.density, grown)
         state.done.add(unit.id)

@@ -75,10 +75,17 @@ class RollplexStrategy(SingleDeviceStrategy):
             )
         devices = trainer._accelerator_connector._devices_flag
         wanted = int(devices) if str(devices).isdigit() else 1
-        if wanted > 1 or trainer.num_nodes > 1:
+        nodes = int(trainer._accelerator_connector._num_nodes_flag)
+        if wanted > 1 or nodes > 1:
             raise ValueError(
-                f"strategy=rollplex uses one device, but devices={devices} and num_nodes={trainer.num_nodes} were set; "
+                f"strategy=rollplex uses one device, but devices={devices} and num_nodes={nodes} were set; "
                 "set both to 1"
+            )
+
+        if trainer.overfit_batches:
+            raise ValueError(
+                f"trainer.overfit_batches={trainer.overfit_batches} has no effect: rows follow the rollout's number. "
+                "Give the task that many training rows instead"
             )
 
     def teardown(self) -> None:

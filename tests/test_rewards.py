@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from rollplex.data.records import Rollout, Sample
 from rollplex.rewards import RewardResult, RewardRunner
@@ -69,6 +70,8 @@ class ScriptTask(VLMTask):
             re.match(r"(a+)+$", "a" * 40 + "b")
         if text == "die":
             os.kill(os.getpid(), signal.SIGKILL)
+        if text == "sigterm":
+            raise SIGTERMException
         if text == "exit":
             sys.exit(3)
         if text == "interrupt":
@@ -150,7 +153,7 @@ def test_lp_08_missing_components() -> None:
     same(result.components["accuracy"], [1.0, 1.0, 1.0, math.nan, math.nan, math.nan])
     same(result.components["format"], [0.5, math.nan, math.nan, 0.5, math.nan, math.nan])
     same(result.rewards, [1.5] + [math.nan] * 5)
-    assert reasons(result) == {1: "none", 2: "none", 3: "nan", 4: "raised", 5: "bad_type"}
+    assert reasons(result) == {1: "incomplete", 2: "none", 3: "nan", 4: "raised", 5: "bad_type"}
     assert "'format' was not returned" in result.failures[0].message
 
 
@@ -245,7 +248,12 @@ def test_no_alarm_is_left_behind() -> None:
         signal.setitimer(signal.ITIMER_REAL, *old_timer)
 
 
-@pytest.mark.parametrize(("text", "kind"), [("interrupt", KeyboardInterrupt), ("exit", SystemExit)])
+def test_inline_counts_an_exit_of_the_reward_itself() -> None:
+    result = RewardRunner(ScriptTask(), num_generations=2, timeout=5.0).score(SAMPLE, rollouts("exit", "1"))
+    assert reasons(result) == {0: "raised"} and "SystemExit: 3" in result.failures[0].message
+
+
+@pytest.mark.parametrize(("text", "kind"), [("interrupt", KeyboardInterrupt), ("sigterm", SIGTERMException)])
 def test_inline_lets_interrupts_through(text: str, kind: type[BaseException]) -> None:
     before = signal.getsignal(signal.SIGALRM)
     runner = RewardRunner(ScriptTask(), num_generations=2, timeout=5.0)

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from rollplex.data.encode import BadRow, PromptEncoder
 from rollplex.data.records import Prompt, Sample
+from rollplex.models.registry import context_length
 from rollplex.tasks.base import Split, VLMTask
 
 _SPLITS: dict[str, tuple[Split, ...]] = {
@@ -205,9 +206,21 @@ class VLMDataModule(LightningDataModule):
         self._data: dict[Split, _EncodedRows] = {}
         self._encoder: PromptEncoder | None = None
 
-    def attach(self, processor: Any) -> VLMDataModule:
-        """Use this processor instead of the Trainer's module's; returns self."""
-        self._encoder = PromptEncoder(processor, **self.encoder_settings)
+    def attach(self, processor: Any, *, longest: int | None = None) -> VLMDataModule:
+        """Use this processor instead of the Trainer's module's; returns self.
+
+        longest: prompt tokens that leave room for a response in the model's context; the limit where
+        max_prompt_length sets none.
+        """
+        settings = dict(self.encoder_settings)
+        given = settings["max_prompt_length"]
+        if longest is not None and given is not None and given > longest:
+            raise ValueError(
+                f"max_prompt_length={given} leaves no room for a response: the model's context less "
+                f"max_completion_length is {longest} tokens; lower one of the two"
+            )
+        settings["max_prompt_length"] = longest if given is None else given
+        self._encoder = PromptEncoder(processor, **settings)
         self._data.clear()
         return self
 
@@ -226,7 +239,7 @@ class VLMDataModule(LightningDataModule):
                     "VLMDataModule found no processor: give the module a `processor` attribute before setup, or call "
                     "datamodule.attach(processor)"
                 )
-            self.attach(processor)
+            self.attach(processor, longest=_longest_prompt(module))
         for split in _SPLITS[stage]:
             self._prepare(split)
 
@@ -238,6 +251,8 @@ class VLMDataModule(LightningDataModule):
         name = type(self.task).__name__
         seen: set[str] = set()
         for row_id in data.ids():
+            if not isinstance(row_id, str):
+                raise ValueError(f"{name} has a {split} row with id {row_id!r}; ids must be strings")
             if row_id in seen:
                 raise ValueError(f"{name} has two {split} rows with id {row_id!r}; ids must be unique within a split")
             seen.add(row_id)
@@ -308,3 +323,11 @@ class VLMDataModule(LightningDataModule):
     def transfer_batch_to_device(self, batch: Sequence[Prompt], device: Any, dataloader_idx: int) -> Sequence[Prompt]:
         """Prompts stay on the CPU: each work unit moves what it needs when it runs."""
         return batch
+
+
+def _longest_prompt(module: Any) -> int | None:
+    """Prompt tokens that leave room for a response in the context of the module's model; None if it names none."""
+    settings = getattr(module, "hparams", {})
+    if "model" not in settings or "max_completion_length" not in settings:
+        return None
+    return context_length(settings["model"]) - int(settings["max_completion_length"])

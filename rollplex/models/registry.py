@@ -51,3 +51,10 @@ def load_processor(path: str) -> Any:
 def split(hf: Any, **options: Any) -> SplitModel:
     """Wrap a transformers model in its family's passes."""
     return family_of(hf.config.model_type)(hf, **options)
+
+
+def context_length(path: str) -> int:
+    """Most tokens of a sequence (max_position_embeddings), from the folder's config alone."""
+    check_folder(path)
+    config = AutoConfig.from_pretrained(path)
+    return int(getattr(config, "text_config", config).max_position_embeddings)

@@ -6,6 +6,7 @@ import math
 import signal
 import threading
 import time
+from asyncio import CancelledError
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from typing import Any, Literal
 from rollplex.data.records import Rollout, Sample
 from rollplex.tasks.base import VLMTask
 
-Reason = Literal["none", "nan", "raised", "timeout", "bad_type"]
+Reason = Literal["none", "nan", "raised", "timeout", "bad_type", "incomplete"]
 
 SINGLE = "reward"
 """Name of the component when a task returns a plain number."""
@@ -101,9 +102,9 @@ class TimeLimit(AbstractContextManager["TimeLimit"]):
 
 
 def call_reward(task: VLMTask, sample: Sample, rollout: Rollout, limit: TimeLimit) -> Outcome:
-    """Score one response. Never raises for what the reward does, except KeyboardInterrupt and SystemExit.
+    """Score one response. Never raises for what the reward does, except KeyboardInterrupt.
 
-    (Lightning turns SIGTERM into a SystemExit, which must reach the Trainer.)
+    (Lightning's answer to SIGTERM is a SystemExit of its own class, which must reach the Trainer.)
     """
     try:
         try:
@@ -112,8 +113,10 @@ def call_reward(task: VLMTask, sample: Sample, rollout: Rollout, limit: TimeLimi
             limit.disarm()
         except RewardTimeout:
             limit.disarm()
-        except Exception as error:
+        except (Exception, SystemExit, CancelledError) as error:
             limit.disarm()
+            if type(error).__name__ == "SIGTERMException":
+                raise
             if not limit.fired:
                 return Outcome(reason="raised", message=describe(error))
     except RewardTimeout:  # the alarm came again between an except and its disarm

@@ -42,7 +42,8 @@ class RewardFailure:
     """Of the response in its group."""
 
     reason: Reason
-    """ "none" (the task said: cannot be scored), "nan" (NaN or infinite), "raised", "timeout", "bad_type"."""
+    """ "none" (the task said: cannot be scored), "nan" (NaN or infinite), "raised", "timeout", "bad_type",
+    "incomplete" (a reward that other responses of the group have was not returned)."""
 
     message: str
 
@@ -240,7 +241,7 @@ class RewardRunner:
                 matrix[name][index] = value
             reason, message = outcome.reason, outcome.message
             if reason is None and len(outcome.values) < len(names) and (lacking := self._lacking(names, outcome)):
-                reason, message = "none", f"component {lacking!r} was not returned, other responses have it"
+                reason, message = "incomplete", f"component {lacking!r} was not returned, other responses have it"
             if reason is not None:
                 failures.append(RewardFailure(sample.id, index, reason, message))
         components = {name: torch.tensor(values, dtype=torch.float64) for name, values in matrix.items()}

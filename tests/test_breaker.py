@@ -1,0 +1,239 @@
+"""What a session of breaking things found: each case is one way a run went wrong without saying so."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+import warnings
+
+import pytest
+import torch
+from fake_engine import FakeEngine, Scripted
+from lightning.pytorch.callbacks import ModelCheckpoint
+from runs import PictureTask, run, same_bits, weights
+
+from rollplex import RollplexStrategy, Sample, lanes
+from rollplex.callbacks import GracefulStop, GroupStreaming
+from rollplex.data.records import Prompt, Request, SamplingParams
+from rollplex.engines.base import EngineContext
+from rollplex.lanes import EngineError
+from rollplex.models.registry import load_hf
+from rollplex.optim import MasterAdamW
+from rollplex.timeline import Timeline
+
+
+class Stuck(FakeEngine):
+    """Never comes back from its second decode step, until the test lets it."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda r: Scripted([65] * 5))
+        self.release = threading.Event()
+
+    def step(self):
+        if self.steps == 5:
+            self.release.wait(60)
+        return super().step()
+
+
+def test_an_engine_stuck_in_a_step_ends_the_run(parity_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(lanes, "STUCK_AFTER", 0.5)
+    engine = Stuck()
+    start = time.monotonic()
+    strategy = RollplexStrategy(engine=engine, rollout_timeout=1.0)
+    with pytest.raises(EngineError, match="no sign of life for 1 s"):
+        run(parity_folder, tmp_path, trainer={"strategy": strategy})
+    assert time.monotonic() - start < 30
+    with pytest.raises(EngineError, match="start a new process"):
+        strategy.colocation.lane.start(None)
+    engine.release.set()
+
+
+def test_a_slow_engine_is_not_a_stalled_one(parity_folder, tmp_path):
+    """Eight tokens at 0.2 s each, and no event for longer than the limit."""
+    engine = FakeEngine(lambda r: Scripted([65 + r.index] * 8), decode_delay=0.2)
+    strategy = RollplexStrategy(engine=engine, rollout_timeout=0.8)
+    assert run(parity_folder, tmp_path, steps=1, trainer={"strategy": strategy}).trainer.global_step == 1
+
+
+def test_a_lane_starts_again_after_its_engine_failed():
+    engine = FakeEngine(lambda r: Scripted([65]), fail_at=0)
+    lane = lanes.RolloutLane(engine, Timeline())
+    context = EngineContext(model=None, processor=None, device=None)
+    request = Request(0, 0, Prompt(Sample("a"), torch.tensor([1]), torch.tensor([0])), SamplingParams(max_tokens=1), 0)
+    lane.start(context)
+    lane.submit([request])
+    assert isinstance(lane.events.get(timeout=10), lanes.Failed)
+    lane.close()
+    lane.start(context)
+    lane.submit([request])
+    seen = []
+    while not isinstance(event := lane.events.get(timeout=10), lanes.Drained):
+        seen.append(type(event))
+    lane.close()
+    assert lanes.Finished in seen and lanes.Failed not in seen
+
+
+def test_diverged_weights_do_not_replace_the_last_checkpoint(parity_folder, tmp_path):
+    keep = ModelCheckpoint(dirpath=tmp_path / "ck", every_n_train_steps=1, save_last=True)
+    options = {"enable_checkpointing": True}
+    with pytest.raises((FloatingPointError, EngineError)):
+        run(parity_folder, tmp_path, steps=6, learning_rate=1e25, callbacks=[GracefulStop(), keep], trainer=options)
+    assert (
+        not list((tmp_path / "ck").glob("last*"))
+        or torch.isfinite(
+            torch.load(next((tmp_path / "ck").glob("last*")), weights_only=False)["state_dict"]["policy.lm_head.weight"]
+        ).all()
+    )
+
+
+def mixed_rewards(sample, response):
+    return {"correct": 1.0} if response.index % 2 else 0.0
+
+
+def test_rewards_of_different_shapes_are_named(parity_folder, tmp_path, caplog):
+    module = run(parity_folder, tmp_path, steps=1, task=PictureTask(reward=mixed_rewards))
+    assert module.seen[0]["metrics"]["rewards_missing/incomplete"] == 16
+    assert "was not returned, other responses have it" in caplog.text
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), asyncio.CancelledError()], ids=lambda e: type(e).__name__)
+def test_a_reward_that_asks_to_exit_costs_its_own_response(parity_folder, tmp_path, error):
+    def reward(sample, response):
+        if response.index == 1:
+            raise error
+        return float(response.index)
+
+    module = run(parity_folder, tmp_path, steps=1, task=PictureTask(reward=reward))
+    assert module.seen[0]["metrics"]["rewards_missing/raised"] == 4
+
+
+class NumberedRows(PictureTask):
+    def samples(self, split):
+        return [Sample(i, s.columns) for i, s in enumerate(super().samples(split))]
+
+
+def test_row_ids_must_be_strings(parity_folder, tmp_path):
+    with pytest.raises(ValueError, match="ids must be strings"):
+        run(parity_folder, tmp_path, task=NumberedRows())
+
+
+@pytest.mark.parametrize("verdict", ["no", torch.ones(2), KeyError("answer")], ids=["str", "tensor", "raises"])
+def test_a_bad_correct_is_left_out_and_named(parity_folder, tmp_path, verdict):
+    class Judge(PictureTask):
+        def correct(self, sample, response):
+            if isinstance(verdict, Exception):
+                raise verdict
+            return verdict
+
+    from rollplex.evaluation import evaluation_metrics
+
+    groups = run(parity_folder, tmp_path, steps=1).seen[0]["groups"]
+    with pytest.warns(UserWarning, match=r"row 'train-\d': Judge.correct"):
+        metrics = evaluation_metrics(groups, Judge())
+    assert "accuracy" not in metrics and "reward" in metrics
+
+
+class LongRow(PictureTask):
+    def messages(self, sample):
+        text = "x" * 40_000 if sample["number"] == 1 else "q"
+        return [{"role": "user", "content": [{"type": "text", "text": text}]}]
+
+
+def test_a_prompt_beyond_the_context_is_a_bad_row(parity_folder, tmp_path):
+    module = run(parity_folder, tmp_path, steps=2, task=LongRow())
+    assert [row for row, _ in module.trainer.datamodule.bad_rows] == ["train-1"]
+
+
+class TextOnly(PictureTask):
+    def messages(self, sample):
+        return [{"role": "user", "content": [{"type": "text", "text": "q"}]}]
+
+
+def test_an_update_without_any_gradient_moves_nothing(parity_folder, tmp_path):
+    module = run(parity_folder, tmp_path, task=TextOnly(), freeze=["language_model"])
+    before = {k: p.detach() for k, p in load_hf(str(parity_folder), "float32").named_parameters()}
+    assert same_bits(weights(module), before) and module.trainer.global_step == 2
+
+
+# ---- bfloat16 and its float32 masters ----
+
+
+def test_sync_08_small_updates_reach_bfloat16_weights():
+    """200 steps of 5e-5 with one sign: masters move by 1e-2 and the copies follow, where plain bf16 stays at 1.0."""
+    plain, kept = (torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16)) for _ in range(2))
+    address = kept.data_ptr()
+    adams = [torch.optim.AdamW([plain], lr=5e-5, weight_decay=0.0)]
+    adams.append(MasterAdamW([{"params": [kept], "weight_decay": 0.0}], lr=5e-5))
+    for _ in range(200):
+        for parameter, adam in zip((plain, kept), adams, strict=True):
+            parameter.grad = torch.ones_like(parameter)
+            adam.step()
+            adam.zero_grad()
+    assert torch.equal(plain, torch.ones_like(plain))
+    assert float(adams[1]._masters[0].mean()) == pytest.approx(0.99, abs=1e-3)
+    assert float(kept.float().mean()) == pytest.approx(0.99, abs=4e-3) and kept.data_ptr() == address
+
+
+def test_masters_resume_bit_for_bit(parity_folder, tmp_path):
+    def fit(root, steps, ckpt=None):
+        keep = ModelCheckpoint(dirpath=root, save_last=True, every_n_train_steps=1)
+        options = {"enable_checkpointing": True, "max_steps": steps}
+        return run(
+            parity_folder, root, dtype="bfloat16", learning_rate=1e-4, callbacks=[keep], trainer=options, ckpt_path=ckpt
+        )
+
+    straight = fit(tmp_path / "a", 4)
+    fit(tmp_path / "b", 2)
+    resumed = fit(tmp_path / "c", 4, str(tmp_path / "b" / "last.ckpt"))
+    assert same_bits(weights(straight), weights(resumed))
+    masters = [m.trainer.optimizers[0]._masters for m in (straight, resumed)]
+    assert all(torch.equal(a, b) for a, b in zip(*masters, strict=True))
+
+
+# ---- settings ----
+
+
+def test_resume_with_other_optimizer_settings_is_refused(parity_folder, tmp_path):
+    keep = ModelCheckpoint(dirpath=tmp_path / "ck", save_last=True, every_n_train_steps=1)
+    run(parity_folder, tmp_path, callbacks=[keep], trainer={"enable_checkpointing": True})
+    with pytest.raises(ValueError, match=r"learning_rate=1e-05 \(was 0\.01\).*would be ignored"):
+        run(parity_folder, tmp_path, steps=4, learning_rate=1e-5, ckpt_path=str(tmp_path / "ck" / "last.ckpt"))
+
+
+def test_group_streaming_alone_says_that_it_hides_little(parity_folder, tmp_path):
+    with pytest.warns(UserWarning, match="GroupStreaming without PrefixOverlap"):
+        warnings.simplefilter("always")
+        GroupStreaming().setup(_FakeTrainer(), _FakeModule(), "fit")
+
+
+class _FakeTrainer:
+    callbacks = ()
+
+
+class _FakeModule:
+    class colocation:
+        class executor:
+            openers: list = []  # noqa: RUF012
+
+
+@pytest.mark.parametrize(
+    ("trainer", "message"),
+    [({"num_nodes": 2}, "num_nodes=2"), ({"overfit_batches": 1}, "overfit_batches=1 has no effect")],
+)
+def test_trainer_options_without_effect_are_refused(parity_folder, tmp_path, trainer, message):
+    with pytest.raises(ValueError, match=message):
+        run(parity_folder, tmp_path, trainer=trainer)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"reward_timeout": 1e12}, "reward_timeout"),
+        ({"freeze": ["vision"]}, "freeze="),
+        ({"stop": "END"}, "stop='END'"),
+    ],
+)
+def test_settings_that_would_be_misread_are_refused(parity_folder, tmp_path, settings, message):
+    with pytest.raises(ValueError, match=message):
+        run(parity_folder, tmp_path, **settings)
