@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         target = Path(path)
+        for left in target.parent.glob(f".{target.name}.*.partial"):  # by a process that was killed while saving
+            left.unlink(missing_ok=True)
         partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
         try:
             super().save_checkpoint(checkpoint, partial, storage_options)
@@ -28,6 +31,14 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             os.replace(partial, target)
         finally:
             partial.unlink(missing_ok=True)
+
+    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        try:
+            return super().load_checkpoint(path, *args, **kwargs)
+        except FileNotFoundError:
+            raise
+        except (OSError, EOFError, RuntimeError, UnpicklingError) as error:
+            raise ValueError(f"checkpoint {path} cannot be read, it is incomplete or damaged: {error}") from error
 
 
 def rng_states() -> dict[str, Any]:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
+
+from rollplex.grpo.advantages import ScaleRewards
+from rollplex.grpo.importance import ImportanceMode
 
 
 def check_settings(h: Mapping[str, Any]) -> None:
@@ -51,6 +54,22 @@ def check_settings(h: Mapping[str, Any]) -> None:
     if h["warmup_steps"] and h["lr_scheduler_type"] == "constant":
         raise ValueError(
             f"warmup_steps={h['warmup_steps']} has no effect with lr_scheduler_type=constant; set constant_with_warmup"
+        )
+    for name in ("adam_beta1", "adam_beta2"):
+        if not 0 <= h[name] < 1:
+            raise ValueError(f"{name}={h[name]} must be in [0, 1)")
+    if h["scale_rewards"] not in get_args(ScaleRewards):
+        raise ValueError(f"scale_rewards={h['scale_rewards']!r} must be one of {', '.join(get_args(ScaleRewards))}")
+    mode, cap = h["importance_sampling_mode"], h["importance_sampling_cap"]
+    if mode is not None and (mode not in get_args(ImportanceMode) or not (math.isfinite(cap) and cap >= 1)):
+        raise ValueError(
+            f"importance_sampling_mode={mode!r} must be null or one of {', '.join(get_args(ImportanceMode))}, and "
+            f"importance_sampling_cap={cap} at least 1"
+        )
+    if h["lr_decay_steps"] is not None and h["lr_scheduler_type"] not in ("linear", "cosine"):
+        raise ValueError(
+            f"lr_decay_steps={h['lr_decay_steps']} has no effect with lr_scheduler_type={h['lr_scheduler_type']}; set "
+            "linear or cosine"
         )
     if h["reward_timeout"] is not None and not 0 < h["reward_timeout"] <= 86_400:
         raise ValueError(f"reward_timeout={h['reward_timeout']} must be above 0 and at most 86400 seconds, or null")

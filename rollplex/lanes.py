@@ -74,7 +74,7 @@ class RolloutLane:
         self._failed: BaseException | None = None
         self._lost: threading.Thread | None = None
         self.last_sign = time.monotonic()
-        """When the engine last ended a step (time.monotonic); a decode without events is a sign of life too."""
+        """When the engine last got on (time.monotonic): a decode without events is a sign of life too."""
 
     # ---- called from the train lane ----
 
@@ -131,6 +131,10 @@ class RolloutLane:
         if self.running and self._failed is None:
             self.call(self._abort, limit=STUCK_AFTER)
 
+    def give_up(self, error: BaseException) -> None:
+        """Count the engine as failed, so that nobody waits for it again."""
+        self._failed = self._failed or error
+
     def drain_events(self) -> None:
         """Forget events of an aborted rollout."""
         while not self.events.empty():
@@ -145,7 +149,7 @@ class RolloutLane:
         if thread is None:
             return
         self._commands.put(None)
-        thread.join(timeout=1.0 if self._failed is not None else STUCK_AFTER)
+        thread.join(timeout=2.0 if self._failed is not None else STUCK_AFTER)
         if thread.is_alive():
             self._lost = thread
             log.warning("the engine is stuck; its thread is left behind and ends with this process")
@@ -193,7 +197,7 @@ class RolloutLane:
     def _step(self) -> None:
         before = self.engine.window
         rows = self.engine.num_running
-        beside = self._threads.co_running
+        beside, progress = self._threads.co_running, self.engine.progress
         self._threads.apply(ROLLOUT_LANE)
         start = time.perf_counter()
         try:
@@ -204,7 +208,8 @@ class RolloutLane:
             self.events.put(Failed(error))
             return
         # A step that a unit began or ended in counts for neither side.
-        self.last_sign = time.monotonic()
+        if self.engine.progress != progress:
+            self.last_sign = time.monotonic()
         co = beside if beside == self._threads.co_running else None
         self._timeline.add(ROLLOUT_LANE, before.value, start, time.perf_counter(), rows=rows, co=co)
         for rollout in finished:

@@ -168,7 +168,7 @@ class GRPOModule(WithRandomStates, LightningModule):
         self.actor.freeze(h["freeze"] or [])
         if h["beta"] > 0:
             self.reference = split(copy.deepcopy(self.policy).requires_grad_(False).eval())
-            self._reference_print = [float(p.detach().double().sum()) for p in self.policy.parameters()]
+        self._reference_print = [float(p.detach().double().sum()) for p in self.policy.parameters()]
 
     def place(self, device: torch.device) -> None:
         """Called by the strategy: the reference is no submodule, so that it stays out of checkpoints."""

@@ -227,7 +227,9 @@ class Executor:
                 last_event = time.monotonic()
                 self._handle(event, state, collect)
             elif self.timeout is not None and time.monotonic() - max(last_event, self.lane.last_sign) > self.timeout:
-                raise EngineError(f"the engine gave no sign of life for {self.timeout:g} s during the rollout phase")
+                error = EngineError(f"the engine gave no sign of life for {self.timeout:g} s during the rollout phase")
+                self.lane.give_up(error)
+                raise error
 
     def _learn_decode_times(self) -> None:
         for span in self.timeline.spans():

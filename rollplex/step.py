@@ -117,6 +117,10 @@ class GRPOStep:
         assert rollout.weights_version == self.actor.version, (
             f"response sampled with weights version {rollout.weights_version}, the trainer is at {self.actor.version}"
         )
+        assert len(rollout.logps) == len(rollout), (
+            f"response {rollout.key}: {len(rollout.logps)} log-probs for {len(rollout)} ids"
+        )
+        assert bool(torch.isfinite(rollout.logps).all()), f"response {rollout.key} has a log-prob that is not finite"
         row = self.rollouts[rollout.group]
         assert row[rollout.index] is None, f"response {rollout.key} came twice"
         row[rollout.index] = rollout

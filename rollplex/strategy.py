@@ -45,6 +45,8 @@ class RollplexStrategy(SingleDeviceStrategy):
         if device == "auto":
             device = "cuda:0" if torch.cuda.is_available() else "cpu"
         super().__init__(device=torch.device(device), checkpoint_io=AtomicCheckpointIO())
+        if rollout_timeout is not None and not rollout_timeout > 0:
+            raise ValueError(f"rollout_timeout={rollout_timeout} must be above 0 seconds, or null to wait forever")
         if admission not in ("measure", "always"):
             raise ValueError(f"admission={admission!r} is unknown; set measure or always")
         self.colocation = Colocation(
@@ -70,8 +72,8 @@ class RollplexStrategy(SingleDeviceStrategy):
         precision = self.precision_plugin.precision
         if precision != "32-true":
             raise ValueError(
-                f"trainer.precision={precision} would run the trainer's passes under autocast, and it would no longer "
-                "agree with the engine; leave precision at 32-true and set the model's dtype (float32 or bfloat16)"
+                f"trainer.precision={precision} is not supported: trainer and engine would no longer "
+                "agree; leave precision at 32-true and set the model's dtype (float32 or bfloat16)"
             )
         devices = trainer._accelerator_connector._devices_flag
         wanted = int(devices) if str(devices).isdigit() else 1

@@ -49,6 +49,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--contenders", nargs="+", choices=(*OURS, *TRL), metavar="NAME", help=" ".join((*OURS, *TRL)))
     p.add_argument("--repeats", type=int, default=5, help="measured rounds")
     p.add_argument("--warmup", type=int, default=1, help="rounds before, not counted")
+    p.add_argument("--wait-quiet", type=float, default=0.0, metavar="MINUTES",
+                   help="before each step wait up to this long until others take under 0.1 CPUs")  # fmt: skip
     p.add_argument("--engine", choices=("torch",), default="torch", help="Rollplex's rollout engine")
     p.add_argument("--threads", type=int, default=os.cpu_count(), help="of a contender that runs one thing at a time")
     p.add_argument("--rollout-threads", type=int, help="of the rollout lane beside the train lane")
@@ -112,14 +114,28 @@ def busy_seconds() -> float:
     return sum(map(int, (user, nice, system, irq, softirq, steal))) / os.sysconf("SC_CLK_TCK")
 
 
-def run_round(contenders: Sequence[Contender]) -> dict[str, Any]:
-    """One step of each, in turn."""
-    load, busy, start = os.getloadavg()[0], busy_seconds(), time.perf_counter()
-    steps = {c.name: c.step() for c in contenders}
-    seconds = time.perf_counter() - start
-    own = sum(s["cpu"] for s in steps.values())
-    others = max(0.0, busy_seconds() - busy - own) / seconds
-    return {"load": load, "others": others, "seconds": seconds, "steps": steps}
+def wait_quiet(seconds: float) -> None:
+    """Return when the machine has been idle for two seconds (the contenders sleep now), or after `seconds`."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        before = busy_seconds()
+        time.sleep(2.0)
+        if busy_seconds() - before < 0.2:
+            return
+
+
+def run_round(contenders: Sequence[Contender], patience: float) -> dict[str, Any]:
+    """One step of each, in turn, each after `wait_quiet(patience)`. "others" is what other processes took meanwhile."""
+    load, steps = os.getloadavg()[0], {}
+    for contender in contenders:
+        wait_quiet(patience)
+        busy, begin = busy_seconds(), time.perf_counter()
+        step = contender.step()
+        step["others"] = max(0.0, busy_seconds() - busy - step["cpu"]) / (time.perf_counter() - begin)
+        steps[contender.name] = step
+    total = sum(s["step"] for s in steps.values())
+    others = sum(s["others"] * s["step"] for s in steps.values()) / total
+    return {"load": load, "others": others, "steps": steps}
 
 
 def start(names: Sequence[str], workload: Workload, options: dict[str, Any], logs: Path, running: list[Contender],
@@ -137,6 +153,9 @@ def start(names: Sequence[str], workload: Workload, options: dict[str, Any], log
 
 
 def measure(arguments: argparse.Namespace, workload: Workload, logs: Path) -> dict[str, Any]:
+    """Run everything. What is known so far is written to --json after each round: a stopped run is not lost."""
+    if arguments.repeats < 1 or arguments.warmup < 0:
+        raise ValueError(f"--repeats {arguments.repeats} must be at least 1, --warmup {arguments.warmup} at least 0")
     rounds_to_do = arguments.warmup + arguments.repeats
     folder = model_folder(workload.model, arguments.models)
     options = {
@@ -148,22 +167,35 @@ def measure(arguments: argparse.Namespace, workload: Workload, logs: Path) -> di
     running: list[Contender] = []
     left_out: dict[str, str] = {}
     rounds: list[dict[str, Any]] = []
+    result: dict[str, Any] = {
+        "workload": workload.to_dict(), "options": options, "machine": machine(), "left_out": left_out,
+        "parameters": parameters_of(folder),
+    }  # fmt: skip
     try:
         start(names, workload, options, logs, running, left_out)
+        kept = [c.name for c in running]
+        if not kept:
+            raise ValueError(f"no contender can run here: {left_out}")
         for number in range(rounds_to_do):
-            rounds.append(run_round(running))
+            rounds.append(run_round(running, 60 * arguments.wait_quiet))
             shown = ", ".join(f"{n} {s['step']:.2f} s" for n, s in rounds[-1]["steps"].items())
             kind = "warm-up" if number < arguments.warmup else f"round {number - arguments.warmup + 1}"
-            print(f"{kind}: {shown}; load {rounds[-1]['load']:.1f}", file=sys.stderr, flush=True)
+            print(f"{kind}: {shown}; CPUs taken by others {rounds[-1]['others']:.2f}", file=sys.stderr, flush=True)
+            if number >= arguments.warmup:
+                measured = rounds[arguments.warmup :]
+                figures = {"summary": summary(measured, kept), "ratios": ratios(measured, kept)}
+                result |= {"contenders": kept, "rounds": measured, **figures}
+                save(result, arguments.json)
     finally:
         for contender in running:
             contender.close()
-    measured, kept = rounds[arguments.warmup :], [c.name for c in running]
-    return {
-        "workload": workload.to_dict(), "options": options, "machine": machine(), "contenders": kept,
-        "left_out": left_out, "parameters": parameters_of(folder), "rounds": measured,
-        "summary": summary(measured, kept), "ratios": ratios(measured, kept),
-    }  # fmt: skip
+    return result
+
+
+def save(result: dict[str, Any], path: Path | None) -> None:
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def parameters_of(folder: Path) -> int:
@@ -211,12 +243,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, ContenderError) as error:
         print(f"bench_step: {error}", file=sys.stderr)
         return 2
-    if not result["contenders"]:
-        print("bench_step: no contender can run here:", result["left_out"], file=sys.stderr)
-        return 2
-    if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
     show(result)
     faults = check(result)
     required = arguments.contenders or (OURS if arguments.check else ())

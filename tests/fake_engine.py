@@ -128,6 +128,10 @@ class FakeEngine(RolloutEngine):
     def num_running(self) -> int:
         return len(self._running)
 
+    @property
+    def progress(self) -> int:
+        return self.steps
+
     def abort(self) -> list[Rollout]:
         self._note("abort")
         out = [self._rollout(r, s, self._told.get(id(r), 0), "abort") for r, s in self._running]

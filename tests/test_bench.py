@@ -185,6 +185,7 @@ def test_list_workloads(capsys):
     [
         (["--G", "1"], "G=1 must be at least 2"),
         (["--visual-tokens", "997"], "visual_tokens=997"),
+        (["--repeats", "0"], "--repeats 0 must be at least 1"),
         (["--check", "--set", "beta"], "NAME=VALUE"),
         (["--check", "--set", "beta=x"], "not JSON"),
     ],
@@ -192,6 +193,52 @@ def test_list_workloads(capsys):
 def test_bad_arguments_are_explained(arguments, words, capsys, tmp_path):
     assert bench_step.main([*arguments, "--models", str(tmp_path)]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_wait_quiet_returns_when_nobody_else_works_or_when_its_time_is_up(monkeypatch):
+    clock, busy = [0.0], [0.0]
+    load = {"cpus": 1.0, "until": 60.0}
+
+    def sleep(seconds):
+        clock[0] += seconds
+        busy[0] += seconds * (load["cpus"] if clock[0] <= load["until"] else 0.01)
+
+    monkeypatch.setattr(bench_step, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
+    monkeypatch.setattr(bench_step, "busy_seconds", lambda: busy[0])
+    bench_step.wait_quiet(600.0)
+    assert 60 < clock[0] <= 64
+    load["until"] = float("inf")
+    bench_step.wait_quiet(30.0)
+    assert 90 < clock[0] <= 96
+    before = clock[0]
+    bench_step.wait_quiet(0.0)
+    assert clock[0] == before
+
+
+def test_a_stopped_run_keeps_its_rounds(monkeypatch, tmp_path):
+    """The second round fails: the first one is in the file."""
+
+    class Fake:
+        def __init__(self, name, *rest):
+            self.name, self.steps = name, 0
+
+        def wait_ready(self): ...
+
+        def close(self): ...
+
+        def step(self):
+            self.steps += 1
+            if self.steps == 3:
+                raise bench_step.ContenderError("broke")
+            return {"step": 1.0, "cpu": 1.0, "response_tokens": 16}
+
+    monkeypatch.setattr(bench_step, "Contender", Fake)
+    monkeypatch.setattr(bench_step, "model_folder", lambda *a: tmp_path)
+    monkeypatch.setattr(bench_step, "parameters_of", lambda folder: 1)
+    out = tmp_path / "r.json"
+    assert bench_step.main(["--contenders", "serial", "--repeats", "2", "--json", str(out)]) == 2
+    kept = json.loads(out.read_text())
+    assert len(kept["rounds"]) == 1 and kept["contenders"] == ["serial"]
 
 
 def test_options_change_a_named_workload():
@@ -251,6 +298,12 @@ def test_a_step_accounts_for_its_time(checked):
         assert 0 < phases <= step["inner"] <= step["step"]
         assert 0 <= step["overhead"] < step["inner"]
         assert step["peak_rss_mib"] > 100
+
+
+def test_a_waiting_contender_does_not_spin(checked):
+    """CPU seconds while it waited for its turn: others' steps took much longer than this."""
+    for step in checked["rounds"][0]["steps"].values():
+        assert step["idle_cpu"] < 0.05
 
 
 @pytest.mark.slow

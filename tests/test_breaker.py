@@ -19,6 +19,7 @@ from rollplex.data.records import Prompt, Request, SamplingParams
 from rollplex.engines.base import EngineContext
 from rollplex.lanes import EngineError
 from rollplex.models.registry import load_hf
+from rollplex.models.tiny import build_tiny
 from rollplex.optim import MasterAdamW
 from rollplex.timeline import Timeline
 
@@ -47,6 +48,24 @@ def test_an_engine_stuck_in_a_step_ends_the_run(parity_folder, tmp_path, monkeyp
     with pytest.raises(EngineError, match="start a new process"):
         strategy.colocation.lane.start(None)
     engine.release.set()
+
+
+class Spinning(FakeEngine):
+    """Steps for ever and never gets on."""
+
+    @property
+    def progress(self) -> int:
+        return 0
+
+    def step(self):
+        time.sleep(0.01)
+        return []
+
+
+def test_steps_without_progress_are_no_sign_of_life(parity_folder, tmp_path):
+    strategy = RollplexStrategy(engine=Spinning(lambda r: Scripted([65])), rollout_timeout=0.5)
+    with pytest.raises(EngineError, match=r"no sign of life for 0\.5 s"):
+        run(parity_folder, tmp_path, trainer={"strategy": strategy})
 
 
 def test_a_slow_engine_is_not_a_stalled_one(parity_folder, tmp_path):
@@ -201,6 +220,14 @@ def test_resume_with_other_optimizer_settings_is_refused(parity_folder, tmp_path
         run(parity_folder, tmp_path, steps=4, learning_rate=1e-5, ckpt_path=str(tmp_path / "ck" / "last.ckpt"))
 
 
+def test_another_model_folder_is_noticed_also_when_beta_is_raised(parity_folder, tmp_path):
+    keep = ModelCheckpoint(dirpath=tmp_path / "ck", save_last=True, every_n_train_steps=1)
+    run(parity_folder, tmp_path, callbacks=[keep], trainer={"enable_checkpointing": True})
+    other = build_tiny(tmp_path / "other", init_std=0.1, seed=2)
+    with pytest.raises(ValueError, match="not the one this run started from"):
+        run(other, tmp_path, steps=4, beta=0.1, ckpt_path=str(tmp_path / "ck" / "last.ckpt"))
+
+
 def test_group_streaming_alone_says_that_it_hides_little(parity_folder, tmp_path):
     with pytest.warns(UserWarning, match="GroupStreaming without PrefixOverlap"):
         warnings.simplefilter("always")
@@ -229,6 +256,11 @@ def test_trainer_options_without_effect_are_refused(parity_folder, tmp_path, tra
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"scale_rewards": "bogus"}, "scale_rewards='bogus'"),
+        ({"importance_sampling_mode": "bogus"}, "importance_sampling_mode='bogus'"),
+        ({"importance_sampling_mode": "token_mask", "importance_sampling_cap": 0.0}, "importance_sampling_cap=0.0"),
+        ({"adam_beta1": 2.0}, "adam_beta1=2.0"),
+        ({"lr_decay_steps": 5}, "lr_decay_steps=5 has no effect"),
         ({"reward_timeout": 1e12}, "reward_timeout"),
         ({"freeze": ["vision"]}, "freeze="),
         ({"stop": "END"}, "stop='END'"),
@@ -237,3 +269,29 @@ def test_trainer_options_without_effect_are_refused(parity_folder, tmp_path, tra
 def test_settings_that_would_be_misread_are_refused(parity_folder, tmp_path, settings, message):
     with pytest.raises(ValueError, match=message):
         run(parity_folder, tmp_path, **settings)
+
+
+@pytest.mark.parametrize("value", [1e200, 1.7e308, {"": 1.0}], ids=str)
+def test_rewards_beyond_reason_are_missing(parity_folder, tmp_path, value):
+    def reward(sample, response):
+        return value if response.index == 0 else float(response.index)
+
+    metrics = run(parity_folder, tmp_path, steps=1, task=PictureTask(reward=reward)).seen[0]["metrics"]
+    assert metrics["rewards_missing"] == 4 and metrics["advantage_abs"] > 0.5
+
+
+def test_a_damaged_checkpoint_is_named(parity_folder, tmp_path):
+    keep = ModelCheckpoint(dirpath=tmp_path / "ck", save_last=True, every_n_train_steps=1)
+    run(parity_folder, tmp_path, callbacks=[keep], trainer={"enable_checkpointing": True})
+    last = tmp_path / "ck" / "last.ckpt"
+    for size in (0, last.stat().st_size // 2):
+        cut = tmp_path / "cut.ckpt"
+        cut.write_bytes(last.read_bytes()[:size])
+        with pytest.raises(ValueError, match=r"cut\.ckpt cannot be read, it is incomplete or damaged"):
+            run(parity_folder, tmp_path, steps=4, ckpt_path=str(cut))
+
+
+@pytest.mark.parametrize("logps", [[-1.0], [float("nan"), -1.0]], ids=["short", "nan"])
+def test_log_probs_that_cannot_be_are_noticed(parity_folder, tmp_path, logps):
+    with pytest.raises(AssertionError, match=r"response \(\d, \d\)"):
+        run(parity_folder, tmp_path, engine=FakeEngine(lambda r: Scripted([65, 66], logps=logps)))

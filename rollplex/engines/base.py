@@ -70,6 +70,12 @@ class RolloutEngine(ABC):
     def num_running(self) -> int:
         """Rows that the next decode step will run. Valid between steps."""
 
+    @property
+    @abstractmethod
+    def progress(self) -> int:
+        """A number that grows whenever a step did something (a prefill, a token). Steps that leave it as it was are no
+        sign of life."""
+
     @abstractmethod
     def abort(self) -> list[Rollout]:
         """End every unfinished request now; returns them as they are, finish_reason "abort"."""

@@ -113,6 +113,10 @@ class TorchEngine(RolloutEngine):
     def num_running(self) -> int:
         return self._rows.n
 
+    @property
+    def progress(self) -> int:
+        return self.decode_steps + self.prefilled_groups
+
     def abort(self) -> list[Rollout]:
         rollouts = [self._rollout(slot, "abort") for slot in range(self._rows.n)]
         unborn = [r for _, _, r in self._admissible] + [r for group in self._waiting for r in group]

@@ -18,6 +18,9 @@ from rollplex.tasks.base import VLMTask
 
 Reason = Literal["none", "nan", "raised", "timeout", "bad_type", "incomplete"]
 
+LARGEST = 1e30
+"""A larger reward counts as not finite: its square must not overflow in the group's standard deviation."""
+
 SINGLE = "reward"
 """Name of the component when a task returns a plain number."""
 
@@ -134,8 +137,8 @@ def read_value(value: Any) -> Outcome:
     values: dict[str, float] = {}
     problem: tuple[Reason, str] | None = None
     for name, item in named.items():
-        if not isinstance(name, str):
-            return Outcome(reason="bad_type", message=f"component names must be str, got {name!r}")
+        if not isinstance(name, str) or not name:
+            return Outcome(reason="bad_type", message=f"component names must be non-empty str, got {name!r}")
         number, reason, message = _read_number(item)
         values[name] = number
         if reason is not None and problem is None:
@@ -168,6 +171,6 @@ def _read_number(item: Any) -> tuple[float, Reason | None, str]:
         number = float(item)  # bool, int, NumPy scalars and tensors of one element too
     except Exception:
         return math.nan, "bad_type", f"returned {type(item).__name__}, expected a number"
-    if not math.isfinite(number):
+    if not math.isfinite(number) or abs(number) > LARGEST:
         return math.nan, "nan", f"returned {number}"
     return number, None, ""

@@ -30,6 +30,7 @@ class Gate:
         self._connection = connection
         self.counts = counts
         self._start: tuple[float, float] | None = None
+        self._idle_cpu = 0.0
 
     def arrive(self, details: Callable[[], dict[str, Any]]) -> None:
         """Send the results of the step that just ended, if any; block until the next one is asked for.
@@ -40,12 +41,21 @@ class Gate:
             seconds = time.perf_counter() - self._start[0]
             cpu = time.process_time() - self._start[1]
             self._start = None
-            result = {"step": seconds, "cpu": cpu, **self.counts.result(), **details(), **memory()}
+            result = {
+                "step": seconds,
+                "cpu": cpu,
+                "idle_cpu": self._idle_cpu,
+                **self.counts.result(),
+                **details(),
+                **memory(),
+            }
             self._connection.send(("done", result))
         else:
             self._connection.send(("ready", None))
+        asleep = time.process_time()
         if self._connection.recv() == "stop":
             raise Stop
+        self._idle_cpu = time.process_time() - asleep
         self.counts.reset()
         self._start = (time.perf_counter(), time.process_time())
 
