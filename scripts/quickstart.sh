@@ -27,7 +27,7 @@ started="$(mktemp)"  # tells this run's files from older ones
 trap 'rm -f "$started"' EXIT
 interrupted=
 trap 'interrupted=yes' INT  # `fit` saves and ends by itself on Ctrl-C
-echo "training: about two minutes; the reward stays low while the answer's form is learnt, then climbs (update 60 on)"
+echo "training: two to three minutes; the reward stays low while the answer's form is learnt, then climbs (update 60 on)"
 echo "training: rollplex fit --config $config $*"
 "$VENV/bin/rollplex" fit --config "$config" "$@" || [ -n "$interrupted" ] || die "training stopped (see above)"
 if [ -n "$interrupted" ]; then
