@@ -4,6 +4,7 @@ from rollplex.callbacks.export_model import ExportModel
 from rollplex.callbacks.graceful_stop import GracefulStop
 from rollplex.callbacks.group_streaming import GroupStreaming
 from rollplex.callbacks.prediction_writer import PredictionWriter
+from rollplex.callbacks.prefill_reuse import PrefillReuse
 from rollplex.callbacks.prefix_overlap import PrefixOverlap
 from rollplex.callbacks.progress import PhaseProgressBar
 from rollplex.callbacks.rollout_logger import RolloutLogger
@@ -15,6 +16,7 @@ __all__ = [
     "GroupStreaming",
     "PhaseProgressBar",
     "PredictionWriter",
+    "PrefillReuse",
     "PrefixOverlap",
     "RolloutLogger",
     "TimelineLogger",

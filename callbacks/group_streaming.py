@@ -7,7 +7,8 @@ from typing import Any
 
 from rollplex.callbacks.prefix_overlap import PrefixOverlap
 from rollplex.phases import PhaseCallback
-from rollplex.schedule import PREFIX_KINDS, ScheduleState, Unit
+from rollplex.schedule import ScheduleState
+from rollplex.units import PREFIX_KINDS, Unit
 
 
 class GroupStreaming(PhaseCallback):

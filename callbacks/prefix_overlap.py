@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from rollplex.phases import PhaseCallback
-from rollplex.schedule import PREFIX_KINDS, ScheduleState, Unit
+from rollplex.schedule import ScheduleState
+from rollplex.units import PREFIX_KINDS, Unit
 
 
 class PrefixOverlap(PhaseCallback):

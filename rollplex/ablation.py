@@ -13,8 +13,8 @@ from torch import Tensor
 
 from rollplex.data.records import Rollout
 from rollplex.grpo.importance import MismatchStats
-from rollplex.schedule import ACCUMULATING_KINDS, PREFIX_KINDS, UnitKind
 from rollplex.timeline import ROLLOUT_LANE, TRAIN_LANE, Timeline
+from rollplex.units import ACCUMULATING_KINDS, PREFIX_KINDS, UnitKind
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,8 @@ class StepTrace:
     rewards_work: Work = Work()
     suffix: Work = Work()
     """What the model computes of responses: scoring, loss and backward."""
+    reused: int = 0
+    """Prefix passes that served as the engine's prefill."""
     order: tuple[tuple[str, int], ...] = ()
     """Gradient-accumulating units as they ran."""
     decode_seconds: float = 0.0
@@ -145,13 +147,14 @@ def trace_step(step: Any, norms: list[float], timeline: Timeline) -> StepTrace:
     """Of a finished GRPOStep and the timeline of its units."""
     groups = [step.groups[g] for g in sorted(step.groups)]
     works = {"prefix": Work(), "rewards_work": Work(), "suffix": Work()}
-    order = []
+    order, reused = [], 0
     for span in timeline.spans():
         if span.lane != TRAIN_LANE or span.name not in set(UnitKind):
             continue
         kind, hidden = UnitKind(span.name), bool(span.arguments.get("hidden"))
         sort = "prefix" if kind in PREFIX_KINDS else "rewards_work" if kind is UnitKind.REWARD else "suffix"
         works[sort] += Work(1, int(hidden), span.seconds, span.seconds if hidden else 0.0)
+        reused += bool(span.arguments.get("prefill"))
         if kind in ACCUMULATING_KINDS:
             order.append((kind.value, int(span.arguments["index"])))
     first_pass = [step.totals[u].mismatch for u in range(step.num_mini_batches)]
@@ -162,7 +165,7 @@ def trace_step(step: Any, norms: list[float], timeline: Timeline) -> StepTrace:
         rollouts={r.key: r for group in groups for r in group.rollouts},
         rewards=torch.cat([group.rewards for group in groups]),
         advantages=torch.cat([step.advantages(g).advantages_BG[step._row(g)] for g in range(len(groups))]),
-        norms=tuple(norms), order=tuple(order), **works,
+        norms=tuple(norms), order=tuple(order), reused=reused, **works,
         decode_seconds=timeline.seconds(ROLLOUT_LANE, "decode"),
         mismatch=sum(first_pass[1:], first_pass[0]),
         ratio_error=max(abs(ratio - 1) for ratio in ratios),
@@ -180,6 +183,8 @@ def emptiness(serial: RunTrace, schedule: Schedule, trace: RunTrace) -> str:
         why.append("nothing but rewards streamed: no bundle was complete before the rollout ended")
     elif not schedule.deterministic and all(a.order == b.order for a, b in zip(serial.steps, trace.steps, strict=True)):
         why.append("nothing reordered: gradients were summed as in serial")
+    if "PrefillReuse" in schedule.callbacks and not any(step.reused for step in trace.steps):
+        why.append("nothing reused: the engine computed every prompt itself")
     if not serial.first_gradient:
         why.append("nothing learnt: no update had a gradient")
     return "; ".join(why)

@@ -117,6 +117,13 @@ class Admission:
         self.refused[reason].add(unit)
         return False
 
+    def fits(self, unit: object, kind: str, work: float, density: float, held_bytes: int) -> bool:
+        """As `admits` for a unit that runs while the engine stands still: only its bytes count."""
+        if self._fits(kind, work, density, held_bytes):
+            return True
+        self.refused["memory"].add(unit)
+        return False
+
     def pays(self, kind: str) -> bool:
         """r > alpha / (1 + alpha) as far as measured; yes while it is not."""
         alpha, r = self.measurements.alpha, self.measurements.r(kind)

@@ -12,8 +12,9 @@ from rollplex.engines.base import EngineContext, RolloutEngine
 from rollplex.engines.torch_engine import TorchEngine
 from rollplex.lanes import RolloutLane
 from rollplex.phases import Phase, dispatch
-from rollplex.schedule import Executor, Unit
+from rollplex.schedule import Executor
 from rollplex.timeline import Timeline
+from rollplex.units import Unit
 
 if TYPE_CHECKING:
     from rollplex.models.split_model import SplitModel
@@ -56,9 +57,9 @@ class Colocation:
         self.executor.machine.reset()
 
     def rollout(
-        self, requests: Sequence[Request], units: Sequence[Unit], collect: Callable[[Rollout], int | None]
+        self, requests: Callable[[], Sequence[Request]], units: Sequence[Unit], collect: Callable[[Rollout], int | None]
     ) -> None:
-        """A rollout with the units of the first update around or beside it."""
+        """A rollout with the units of the first update before, beside or after it."""
         self.publish()
         self.executor.rollout(requests, units, collect)
 

@@ -47,8 +47,12 @@ METRICS: dict[str, tuple[str, str]] = {
     "time/{phase}": ("s", "time in one phase: rollout, score, train, update, publish"),
     "time/hidden": ("s", "train-lane unit time that ran inside the rollout phase"),
     "time/window": ("s", "time of decode steps: where units may be hidden"),
+    "time/reused": ("s", "time of prefix units whose K/V the engine took instead of prefilling"),
     "time/idle/{lane}": ("s", "time of the step in which a lane (rollout, train) did nothing"),
-    "overlap_efficiency": ("fraction", "prefix unit time that ran inside the rollout phase"),
+    "overlap_efficiency": (
+        "fraction",
+        "prefix unit time beside the engine's work; passes that served as its prefill are left out",
+    ),
     "decode_slowdown": ("fraction", "alpha: how much longer a decode step takes beside a unit, running mean"),
     "units_admitted": ("units", "units that were let into the decode window"),
     "units_refused/{reason}": (
@@ -127,6 +131,8 @@ def time_metrics(timeline: Timeline, seconds: float, tokens: int) -> dict[str, f
     for lane in (ROLLOUT_LANE, TRAIN_LANE):
         out[f"time/idle/{lane}"] = max(0.0, seconds - timeline.seconds(lane))
     prefixes = [s for s in timeline.spans() if s.lane == TRAIN_LANE and s.name.endswith("_prefix")]
+    out["time/reused"] = sum(s.seconds for s in prefixes if s.arguments.get("prefill"))
+    prefixes = [s for s in prefixes if not s.arguments.get("prefill")]
     if prefixes:
         hidden = sum(s.seconds for s in prefixes if s.arguments["hidden"])
         out["overlap_efficiency"] = hidden / sum(s.seconds for s in prefixes)

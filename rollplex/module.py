@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import time
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -240,7 +241,7 @@ class GRPOModule(WithRandomStates, LightningModule):
         self.zero_grad(set_to_none=True)
         colocation.executor.held_bytes = lambda: step.held_bytes
         colocation.rollout(
-            step.requests(seed=self.hparams["seed"], step=self.rollouts_done), step.units(0), step.collect
+            partial(step.requests, seed=self.hparams["seed"], step=self.rollouts_done), step.units(0), step.collect
         )
         metrics: dict[str, float] = {}
         for update in range(step.num_updates):

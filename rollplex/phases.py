@@ -11,7 +11,7 @@ from lightning.pytorch import Callback
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-    from rollplex.schedule import Unit
+    from rollplex.units import Unit
 
 
 class Phase(StrEnum):

@@ -11,7 +11,6 @@ import queue
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 from rollplex.admission import Admission
 from rollplex.cores import LaneThreads
@@ -19,74 +18,7 @@ from rollplex.data.records import Request, Rollout
 from rollplex.lanes import Drained, EngineError, Event, Failed, Finished, RolloutLane, WindowClosed, WindowOpened
 from rollplex.phases import Notify, Phase, PhaseMachine
 from rollplex.timeline import PHASES, ROLLOUT_LANE, TRAIN_LANE, Timeline
-
-
-class UnitKind(StrEnum):
-    REWARD = "reward"
-    REF_PREFIX = "ref_prefix"
-    REF_SUFFIX = "ref_suffix"
-    OLD_PREFIX = "old_prefix"
-    OLD_SUFFIX = "old_suffix"
-    ACT_PREFIX = "act_prefix"
-    ACT_SUFFIX = "act_suffix"
-    ACT_BACKWARD = "act_backward"
-
-
-PHASE_OF: dict[UnitKind, Phase] = {
-    UnitKind.REWARD: Phase.SCORE,
-    UnitKind.REF_PREFIX: Phase.SCORE,
-    UnitKind.REF_SUFFIX: Phase.SCORE,
-    UnitKind.OLD_PREFIX: Phase.SCORE,
-    UnitKind.OLD_SUFFIX: Phase.SCORE,
-    UnitKind.ACT_PREFIX: Phase.TRAIN,
-    UnitKind.ACT_SUFFIX: Phase.TRAIN,
-    UnitKind.ACT_BACKWARD: Phase.TRAIN,
-}
-"""The phase a unit belongs to; run earlier, it is hidden under the rollout."""
-
-PREFIX_KINDS = frozenset({UnitKind.REF_PREFIX, UnitKind.OLD_PREFIX, UnitKind.ACT_PREFIX})
-"""Units that need no response."""
-
-ACCUMULATING_KINDS = frozenset({UnitKind.ACT_SUFFIX, UnitKind.ACT_BACKWARD})
-"""Units that add to parameter gradients: their order decides the rounding of the sums."""
-
-UnitId = tuple[UnitKind, int]
-
-
-@dataclass(frozen=True)
-class Unit:
-    """One piece of train-lane work. Runs exactly once."""
-
-    kind: UnitKind
-    index: int
-    """Its bundle (of prompts that share a prefix pass); its group for rewards."""
-
-    run: Callable[[], None]
-    groups: tuple[int, ...]
-    """The groups (indices in the rollout batch) it works on."""
-
-    needs: tuple[UnitId, ...] = ()
-    """Units that must be done before."""
-
-    needs_responses: bool = True
-    """False for prefix units: they may start before their groups are complete."""
-
-    work: float = 1.0
-    """Prompt tokens, to compare the speed and size of units of one kind."""
-
-    density: float = 0.0
-    """Vision patches per prompt token."""
-
-    @property
-    def id(self) -> UnitId:
-        return (self.kind, self.index)
-
-    @property
-    def phase(self) -> Phase:
-        return PHASE_OF[self.kind]
-
-    def __str__(self) -> str:
-        return f"{self.kind.value}[{self.index}]"
+from rollplex.units import ACCUMULATING_KINDS, PREFILL_KINDS, PREFIX_KINDS, Unit, UnitId, UnitKind
 
 
 @dataclass
@@ -140,6 +72,8 @@ class Executor:
         """Bytes of prefix state alive now; set for each step."""
         self.machine = PhaseMachine(notify)
         self.openers: list[Opener] = []
+        self.reuse_prefill = False
+        """Run the units of PREFILL_KINDS before the engine starts, which then takes their prefixes."""
         self.stop_requested: str | None = None
         """Why to stop ("SIGTERM", "SIGINT"); read between units."""
         self.timeout = timeout
@@ -150,18 +84,23 @@ class Executor:
     # ---- a step, phase by phase ----
 
     def rollout(
-        self, requests: Sequence[Request], units: Iterable[Unit], collect: Callable[[Rollout], int | None]
+        self,
+        requests: Callable[[], Sequence[Request]],
+        units: Iterable[Unit],
+        collect: Callable[[Rollout], int | None],
     ) -> None:
         """ROLLOUT, SCORE and TRAIN of the first mini-batch.
 
-        `collect` takes each finished response and returns the group's index when that group is now complete.
+        `requests` is asked once the prefixes that the engine can reuse are there. `collect` takes each finished
+        response and returns the group's index when that group is now complete.
         """
         pending = _by_order(units)
         state = ScheduleState(accumulate_order=[u.id for u in pending if u.kind in ACCUMULATING_KINDS])
         self.admission.start_step()
         with self._guard():
             self.enter(Phase.ROLLOUT)
-            self.lane.submit(requests, limit=self.timeout)
+            self._prefill(pending, state)
+            self.lane.submit(requests(), limit=self.timeout)
             self._overlapped(pending, state, collect)
             self._learn_decode_times()
             self.enter(Phase.SCORE)
@@ -231,6 +170,15 @@ class Executor:
                 self.lane.give_up(error)
                 raise error
 
+    def _prefill(self, pending: list[Unit], state: ScheduleState) -> None:
+        if not (self.reuse_prefill and self.lane.engine.takes_prefix):
+            return
+        for unit in [u for u in pending if u.kind in PREFILL_KINDS and self._ready(u, state)]:
+            self.check_stop()
+            if self.admission.fits(unit.id, unit.kind.value, unit.work, unit.density, self.held_bytes()):
+                pending.remove(unit)
+                self._run(unit, state, prefill=True)
+
     def _learn_decode_times(self) -> None:
         for span in self.timeline.spans():
             if span.lane == ROLLOUT_LANE and span.name == "decode":
@@ -285,9 +233,9 @@ class Executor:
             pending.remove(unit)
             self._run(unit, state)
 
-    def _run(self, unit: Unit, state: ScheduleState) -> None:
+    def _run(self, unit: Unit, state: ScheduleState, *, prefill: bool = False) -> None:
         self._notify("on_unit_start", unit)
-        hidden = self.machine.phase is Phase.ROLLOUT
+        hidden = self.machine.phase is Phase.ROLLOUT and not prefill
         held = self.held_bytes()
         self.threads.co_running = hidden
         self.threads.apply(TRAIN_LANE)
@@ -300,9 +248,9 @@ class Executor:
         finally:
             self.threads.co_running = False
             end = time.perf_counter()
-            self.timeline.add(TRAIN_LANE, unit.kind.value, start, end, index=unit.index, hidden=hidden)
+            self.timeline.add(TRAIN_LANE, unit.kind.value, start, end, index=unit.index, hidden=hidden, prefill=prefill)
         self.admission.measurements.add_unit(unit.kind.value, end - start, unit.work, hidden)
-        if unit.kind in PREFIX_KINDS and self.openers:
+        if unit.kind in PREFIX_KINDS and (self.openers or self.reuse_prefill):
             grown = self.held_bytes() - held
             self.admission.learn_bytes(str(unit), unit.kind.value, unit.work, unit.density, grown)
         state.done.add(unit.id)

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from rollplex.bundles import Bundle, make_bundles
-from rollplex.data.records import Group, Prompt, Request, Rollout, SamplingParams
+from rollplex.data.records import Group, PrefixPass, Prompt, Request, Rollout, SamplingParams
 from rollplex.grpo.advantages import Advantages, ScaleRewards, group_advantages
 from rollplex.grpo.importance import ImportanceMode, MismatchStats, WeightStats, importance_weights, mismatch_stats
 from rollplex.grpo.losses import LossSettings, LossSums, kept_responses, loss_normalizer, policy_loss_sums
 from rollplex.models.prefix import PrefixState
 from rollplex.models.split_model import SplitModel
 from rollplex.rewards.runner import RewardFailure, RewardRunner
-from rollplex.schedule import PREFIX_KINDS, Unit, UnitId, UnitKind
+from rollplex.units import PREFIX_KINDS, Unit, UnitId, UnitKind
 
 PATCHES = ("pixel_values", "pixel_values_videos")
 """Media tensors with one row per vision patch."""
@@ -106,11 +106,17 @@ class GRPOStep:
     # ---- rollout ----
 
     def requests(self, *, seed: int, step: int) -> list[Request]:
+        """With the prefixes that have been computed by now."""
+        passes = {g: prefix for prefix in map(self._prefix_pass, self.bundles) for g in prefix.groups}
         return [
-            Request(g, i, prompt, self.settings.sampling, request_seed(seed, step, g, i))
+            Request(g, i, prompt, self.settings.sampling, request_seed(seed, step, g, i), passes[g])
             for g, prompt in enumerate(self.prompts)
             for i in range(self.settings.num_generations)
         ]
+
+    def _prefix_pass(self, b: Bundle) -> PrefixPass:
+        states = [self._prefixes.get((name, b.index)) for name in ("act", "old")]
+        return PrefixPass(b.index, b.groups, next((s for s in states if s is not None), None))
 
     def collect(self, rollout: Rollout) -> int | None:
         """Keep a finished response; the group's index when it is complete."""

@@ -31,6 +31,7 @@ SERIAL = Schedule("serial")
 OTHERS = (
     Schedule("overlap", ("PrefixOverlap",)),
     Schedule("streaming", ("PrefixOverlap", "GroupStreaming")),
+    Schedule("streaming, prefill reused", ("PrefillReuse", "PrefixOverlap", "GroupStreaming")),
     Schedule("streaming, any order", ("PrefixOverlap", "GroupStreaming"), deterministic=False),
 )
 

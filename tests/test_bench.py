@@ -277,15 +277,16 @@ def checked(tmp_path_factory):
 
 
 def test_check_runs_every_own_contender(checked):
-    assert checked["contenders"] == ["serial_unshared", "serial", "overlap", "overlap_streaming"]
+    assert checked["contenders"] == ["serial_unshared", "serial", "overlap", "overlap_streaming", "reuse_streaming"]
     assert checked["left_out"] == {} and len(checked["rounds"]) == 1
-    assert len(checked["ratios"]) == 6
+    assert len(checked["ratios"]) == 10  # every pair
 
 
 def test_sharing_runs_each_picture_once_per_group(checked):
     b, g = checked["workload"]["B"], checked["workload"]["G"]
     steps = SimpleNamespace(**checked["rounds"][0]["steps"])
     assert steps.serial_unshared["pictures"] == b + b * g  # the engine shares its prefill in any case
+    assert steps.reuse_streaming["pictures"] == b
     for step in (steps.serial, steps.overlap, steps.overlap_streaming):
         assert step["pictures"] == 2 * b
         assert step["prompt_tokens"] * (b + b * g) == steps.serial_unshared["prompt_tokens"] * 2 * b

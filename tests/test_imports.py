@@ -31,6 +31,7 @@ LAYERS = [
             "optim",
             "phases",
             "planner",
+            "units",
         }
         | {"reports", "residency", "rewards", "tasks", "timeline", "weights"},
     ),

@@ -42,19 +42,21 @@ def test_pass_at_k_needs_enough_samples():
 
 
 def test_times_by_hand():
-    """Step of 10 s: rollout 0-6 (prefill 1, decode 4), one prefix hidden (3 s), one after (1 s), train 6-9."""
+    """Step of 10 s: rollout 0-6 (prefill 1, decode 4), one prefix as prefill (0.5 s), one hidden (3 s), one after (1 s),
+    train 6-9."""
     t = Timeline()
     t.add(PHASES, "rollout", 0, 6)
     t.add(PHASES, "train", 6, 9)
     t.add(ROLLOUT_LANE, "prefill", 0, 1)
     t.add(ROLLOUT_LANE, "decode", 1, 5)
+    t.add(TRAIN_LANE, "act_prefix", 0, 0.5, hidden=False, prefill=True)
     t.add(TRAIN_LANE, "act_prefix", 2, 5, hidden=True)
     t.add(TRAIN_LANE, "act_prefix", 6, 7, hidden=False)
     t.add(TRAIN_LANE, "act_suffix", 7, 9, hidden=False)
     out = time_metrics(t, 10.0, 100)
     assert out["time/rollout"] == 6 and out["time/train"] == 3 and out["time/window"] == 4
-    assert out["time/hidden"] == 3 and out["overlap_efficiency"] == 0.75
-    assert out["time/idle/rollout"] == 5 and out["time/idle/train"] == 4
+    assert out["time/hidden"] == 3 and out["overlap_efficiency"] == 0.75 and out["time/reused"] == 0.5
+    assert out["time/idle/rollout"] == 5 and out["time/idle/train"] == 3.5
     assert out["tokens_per_second"] == 10 and out["rollout_tokens_per_second"] == 20
 
 

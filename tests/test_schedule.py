@@ -17,8 +17,9 @@ from rollplex.data.records import Prompt, Request, Sample, SamplingParams
 from rollplex.engines.base import EngineContext
 from rollplex.lanes import EngineError, RolloutLane
 from rollplex.phases import TRANSITIONS, Phase, PhaseMachine
-from rollplex.schedule import Executor, StopRequested, Unit, UnitError, UnitKind
+from rollplex.schedule import Executor, StopRequested, UnitError
 from rollplex.timeline import PHASES, ROLLOUT_LANE, TRAIN_LANE, Timeline
+from rollplex.units import Unit, UnitKind
 
 PROMPT = Prompt(sample=Sample(id="row"), input_ids=torch.tensor([1, 2]), mm_token_type_ids=torch.tensor([0, 0]))
 
@@ -54,7 +55,7 @@ class Bench:
 
     def run(self, units) -> None:
         self.finished.clear()
-        self.executor.rollout(requests(self.groups, self.g), units, self.collect)
+        self.executor.rollout(lambda: requests(self.groups, self.g), units, self.collect)
 
     def unit(self, kind: UnitKind, index: int, *, needs=(), groups=None, responses=True, body=None) -> Unit:
         body = body or (lambda: None)

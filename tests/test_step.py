@@ -15,7 +15,7 @@ from rollplex.callbacks import GroupStreaming, PrefixOverlap
 from rollplex.engines.torch_engine import TorchEngine
 from rollplex.models.registry import load_hf
 from rollplex.phases import Phase, PhaseCallback
-from rollplex.schedule import PREFIX_KINDS, UnitKind
+from rollplex.units import PREFIX_KINDS, UnitKind
 
 
 def initial(folder) -> dict[str, torch.Tensor]:

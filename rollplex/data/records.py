@@ -10,9 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+
+if TYPE_CHECKING:
+    from rollplex.models.prefix import PrefixState
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -83,6 +86,23 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
+class PrefixPass:
+    """One prefix pass over prompts of equal length: which pass of the step a prompt belongs to.
+
+    An engine that prefills itself takes the prompts of a pass together, so that its K/V round as the trainer's do.
+    """
+
+    index: int
+    """Of the pass in its step."""
+
+    groups: tuple[int, ...]
+    """Its prompts, in the pass's order."""
+
+    state: PrefixState | None = None
+    """What the trainer already computed of it under the weights that sample; None: the engine prefills."""
+
+
+@dataclass(frozen=True)
 class Request:
     """One response to be generated."""
 
@@ -96,6 +116,9 @@ class Request:
     params: SamplingParams
     seed: int
     """Of this request's own random stream: results do not depend on batch mates or order."""
+
+    prefix: PrefixPass | None = None
+    """The pass of its prompt; None lets the engine choose what it prefills together."""
 
     @property
     def key(self) -> tuple[int, int]:

@@ -45,6 +45,9 @@ class EngineContext:
 class RolloutEngine(ABC):
     """An engine's constructor takes settings only; everything heavy happens in `start`."""
 
+    takes_prefix: bool = False
+    """Whether a prompt whose prefix the trainer has computed (`Request.prefix.state`) needs no prefill here."""
+
     @abstractmethod
     def start(self, context: EngineContext) -> None:
         """Build the engine. Called once, on the rollout lane, after the strategy has placed the model."""

@@ -1,7 +1,8 @@
 """The embedded engine: batched decode on the trainer's own tensors, no second copy of any weight.
 
-A prompt is prefilled once per group, prompts of equal token length together. All running rows decode one token per
-step as one batch; rows retire the step they end, and waiting groups take their slots.
+A prompt is prefilled once per group, prompts of equal token length (or of one `Request.prefix` pass) together. A pass
+that the trainer has computed is taken as it is. All running rows decode one token per step as one batch; rows retire
+the step they end, and waiting ones take their slots.
 
 Shape legend: N decoding rows, M rows of one sampling call, U rows of distinct logits, H hidden size, V vocabulary.
 """
@@ -22,6 +23,7 @@ from rollplex.engines.decode import Bundle, DecodeStep, Layout, OwnKV, make_layo
 from rollplex.engines.rows import RowTable
 from rollplex.engines.sampling import RuleBook, check_params, sample
 from rollplex.engines.text import Detokenizer
+from rollplex.engines.waiting import WaitingGroups
 from rollplex.models.split_model import SplitModel
 
 LOGITS_BYTES = 128 * 1024**2
@@ -32,8 +34,12 @@ class TorchEngine(RolloutEngine):
     """Decodes with the trainer's weights in the trainer's process.
 
     max_num_seqs: rows decoded at once, over all groups. max_prefill_tokens: prompt tokens prefilled in one step (a
-    longer prompt is prefilled alone). The model's vision placeholder tokens are never sampled, whatever a request says.
+    longer prompt is prefilled alone, and prompts of one prefix pass stay together).
+
+    The model's vision placeholder tokens are never sampled, whatever a request says.
     """
+
+    takes_prefix = True
 
     def __init__(self, *, max_num_seqs: int = 256, max_prefill_tokens: int = 8192) -> None:
         if max_num_seqs < 1 or max_prefill_tokens < 1:
@@ -45,13 +51,16 @@ class TorchEngine(RolloutEngine):
         self.decoded_rows = 0
         """Rows those steps ran, summed: a response of R tokens costs R-1."""
         self.prefilled_groups = 0
+        """Prompts computed by this engine."""
+        self.taken_groups = 0
+        """Prompts whose prefix came from the trainer."""
         self._context: EngineContext | None = None
         self._model: SplitModel | None = None
         self._own = OwnKV()
         self._clear()
 
     def _clear(self) -> None:
-        self._waiting: deque[list[Request]] = deque()
+        self._waiting = WaitingGroups()
         self._bundles: list[Bundle] = []
         self._admissible: deque[tuple[Bundle, int, Request]] = deque()
         self._rows = RowTable()
@@ -115,7 +124,7 @@ class TorchEngine(RolloutEngine):
 
     @property
     def progress(self) -> int:
-        return self.decode_steps + self.prefilled_groups
+        return self.decode_steps + self.prefilled_groups + self.taken_groups
 
     def abort(self) -> list[Rollout]:
         rollouts = [self._rollout(slot, "abort") for slot in range(self._rows.n)]
@@ -170,27 +179,23 @@ class TorchEngine(RolloutEngine):
     def _fits(self) -> bool:
         """A group is prefilled when all its rows (at most max_num_seqs) can start."""
         free = self.max_num_seqs - self._rows.n
-        return bool(self._waiting) and free >= min(len(self._waiting[0]), self.max_num_seqs)
+        return bool(self._waiting) and free >= min(len(self._waiting.first), self.max_num_seqs)
 
     def _prefill(self) -> None:
-        """The first waiting group and all of its prompt's length that fit slots and token budget, in one pass."""
+        """Compute, or take from the trainer, the first waiting group's prompt and those that go with it."""
         assert not self._admissible  # they would have the free slots
-        free = self.max_num_seqs - self._rows.n
-        tokens = len(self._waiting[0][0].prompt)
-        chosen: list[list[Request]] = []
-        left: deque[list[Request]] = deque()
-        for group in self._waiting:
-            small = (len(chosen) + 1) * tokens <= self.max_prefill_tokens and len(group) <= free
-            if len(group[0].prompt) == tokens and (small or not chosen):
-                chosen.append(group)
-                free -= len(group)
-            else:
-                left.append(group)
-        bundle = Bundle(self._started.prefix([g[0].prompt for g in chosen], grad=False), chosen)
-        self._waiting = left
+        given = self._waiting.first[0].prefix
+        chosen = self._waiting.take(self.max_num_seqs - self._rows.n, self.max_prefill_tokens)
+        if given is not None and given.state is not None:
+            state = given.state
+            assert state.version == self._version, "a prefix of other weights than those that sample"
+            self.taken_groups += len(chosen)
+        else:
+            state = self._started.prefix([g[0].prompt for g in chosen], grad=False)
+            self.prefilled_groups += len(chosen)
+        bundle = Bundle(state, chosen)
         self._bundles.append(bundle)
         self._admissible.extend((bundle, g, r) for g, group in enumerate(chosen) for r in group)
-        self.prefilled_groups += len(chosen)
 
     def _admit(self) -> list[Rollout]:
         """Give free slots to rows whose prompt is prefilled; their first token comes from the prompt itself."""
@@ -319,8 +324,7 @@ class TorchEngine(RolloutEngine):
                 continue
             moved = bundle.shrink()
             if moved is not None:
-                # Only a group larger than max_num_seqs has rows left to admit, and it is alone in its bundle.
-                assert all(b is not bundle for b, _, _ in self._admissible)
+                self._admissible = deque((b, int(moved[g]) if b is bundle else g, r) for b, g, r in self._admissible)
                 mine = np.flatnonzero(rows.bundle[: rows.n] == index)
                 rows.group[mine] = moved[rows.group[mine]]
 

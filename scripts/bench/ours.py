@@ -16,17 +16,18 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 from bench.gate import Gate, Missing
 from bench.workload import Workload, reward_of
 from rollplex import GRPOModule, Rollout, RollplexStrategy, Sample, VLMDataModule, VLMTask
-from rollplex.callbacks import GroupStreaming, PrefixOverlap
+from rollplex.callbacks import GroupStreaming, PrefillReuse, PrefixOverlap
 from rollplex.data.records import Prompt, Request, SamplingParams
-from rollplex.schedule import PREFIX_KINDS
 from rollplex.step import GRPOStep
 from rollplex.timeline import PHASES, ROLLOUT_LANE, TRAIN_LANE, Timeline
+from rollplex.units import PREFIX_KINDS
 
 CONTENDERS: dict[str, tuple[list[type], dict[str, Any]]] = {
     "serial_unshared": ([], {"share_prefix": False}),
     "serial": ([], {}),
     "overlap": ([PrefixOverlap], {}),
     "overlap_streaming": ([PrefixOverlap, GroupStreaming], {}),
+    "reuse_streaming": ([PrefillReuse, PrefixOverlap, GroupStreaming], {}),
 }
 """name -> (callbacks, settings of GRPOModule)."""
 

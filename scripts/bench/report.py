@@ -13,7 +13,7 @@ Round = dict[str, Any]
 SECONDS = ("step", "rollout", "score", "train", "update", "hidden")
 COUNTS = ("pictures", "vision_calls", "prompt_tokens", "language_tokens", "language_calls", "response_tokens")
 
-BASELINES_FIRST = ("trl", "trl_tuned", "serial_unshared", "serial", "overlap", "overlap_streaming")
+BASELINES_FIRST = ("trl", "trl_tuned", "serial_unshared", "serial", "overlap", "overlap_streaming", "reuse_streaming")
 """A ratio's first name is the baseline: above 1 the second one is faster."""
 
 UNITS = ("units_admitted", "units_refused")

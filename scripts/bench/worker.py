@@ -16,7 +16,7 @@ from bench.counts import ForwardCounts
 from bench.gate import Gate, Missing, Stop
 from bench.workload import Workload
 
-OURS = ("serial_unshared", "serial", "overlap", "overlap_streaming")
+OURS = ("serial_unshared", "serial", "overlap", "overlap_streaming", "reuse_streaming")
 TRL = ("trl", "trl_tuned")
 
 QUIET = {

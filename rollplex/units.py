@@ -1,0 +1,80 @@
+"""Units of train-lane work: what there is to do in a step, in which phase, and what must come before it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from rollplex.phases import Phase
+
+
+class UnitKind(StrEnum):
+    REWARD = "reward"
+    REF_PREFIX = "ref_prefix"
+    REF_SUFFIX = "ref_suffix"
+    OLD_PREFIX = "old_prefix"
+    OLD_SUFFIX = "old_suffix"
+    ACT_PREFIX = "act_prefix"
+    ACT_SUFFIX = "act_suffix"
+    ACT_BACKWARD = "act_backward"
+
+
+PHASE_OF: dict[UnitKind, Phase] = {
+    UnitKind.REWARD: Phase.SCORE,
+    UnitKind.REF_PREFIX: Phase.SCORE,
+    UnitKind.REF_SUFFIX: Phase.SCORE,
+    UnitKind.OLD_PREFIX: Phase.SCORE,
+    UnitKind.OLD_SUFFIX: Phase.SCORE,
+    UnitKind.ACT_PREFIX: Phase.TRAIN,
+    UnitKind.ACT_SUFFIX: Phase.TRAIN,
+    UnitKind.ACT_BACKWARD: Phase.TRAIN,
+}
+"""The phase a unit belongs to; run earlier, it is hidden under the rollout."""
+
+PREFIX_KINDS = frozenset({UnitKind.REF_PREFIX, UnitKind.OLD_PREFIX, UnitKind.ACT_PREFIX})
+"""Units that need no response."""
+
+PREFILL_KINDS = frozenset({UnitKind.OLD_PREFIX, UnitKind.ACT_PREFIX})
+"""Prefix units under the weights that sample: they compute what the engine's prefill computes."""
+
+ACCUMULATING_KINDS = frozenset({UnitKind.ACT_SUFFIX, UnitKind.ACT_BACKWARD})
+"""Units that add to parameter gradients: their order decides the rounding of the sums."""
+
+UnitId = tuple[UnitKind, int]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One piece of train-lane work. Runs exactly once."""
+
+    kind: UnitKind
+    index: int
+    """Its bundle (of prompts that share a prefix pass); its group for rewards."""
+
+    run: Callable[[], None]
+    groups: tuple[int, ...]
+    """The groups (indices in the rollout batch) it works on."""
+
+    needs: tuple[UnitId, ...] = ()
+    """Units that must be done before."""
+
+    needs_responses: bool = True
+    """False for prefix units: they may start before their groups are complete."""
+
+    work: float = 1.0
+    """Prompt tokens, to compare the speed and size of units of one kind."""
+
+    density: float = 0.0
+    """Vision patches per prompt token."""
+
+    @property
+    def id(self) -> UnitId:
+        return (self.kind, self.index)
+
+    @property
+    def phase(self) -> Phase:
+        return PHASE_OF[self.kind]
+
+    def __str__(self) -> str:
+        return f"{self.kind.value}[{self.index}]"
