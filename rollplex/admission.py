@@ -136,7 +136,7 @@ class Admission:
         if self.budget_bytes is not None and bytes_held > self.budget_bytes:
             raise ValueError(
                 f"prefix_budget_bytes={self.budget_bytes} is smaller than one prefix: {unit} needs {bytes_held} bytes. "
-                "Set at least that, lower prompts_per_pass, or turn prefix_checkpointing on"
+                "Set at least that, lower prompts_per_pass, or turn prefix_checkpointing or prefix_on_host on"
             )
 
     def _fits(self, kind: str, work: float, density: float, held_bytes: int) -> bool:

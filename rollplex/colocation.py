@@ -13,6 +13,7 @@ from rollplex.engines.torch_engine import TorchEngine
 from rollplex.lanes import RolloutLane
 from rollplex.phases import Phase, dispatch
 from rollplex.schedule import Executor
+from rollplex.streams import LaneStreams
 from rollplex.timeline import Timeline
 from rollplex.units import Unit
 
@@ -28,6 +29,7 @@ class Colocation:
         engine: RolloutEngine | None,
         *,
         threads: LaneThreads | None = None,
+        streams: LaneStreams | None = None,
         admission: Admission | None = None,
         timeout: float | None = None,
     ) -> None:
@@ -35,10 +37,12 @@ class Colocation:
         self.timeline = Timeline()
         self.threads = threads or LaneThreads()
         self._trainer: Any = None
-        self.lane = RolloutLane(self.engine, self.timeline, self.threads)
+        self.streams = streams or LaneStreams()
+        self.lane = RolloutLane(self.engine, self.timeline, self.threads, self.streams)
         self.executor = Executor(
-            self.lane, self.timeline, self._notify, timeout=timeout, admission=admission, threads=self.threads
-        )
+            self.lane, self.timeline, self._notify, timeout=timeout, admission=admission, threads=self.threads,
+            streams=self.streams,
+        )  # fmt: skip
         self._model: SplitModel | None = None
         self._published: int | None = None
 
@@ -47,6 +51,7 @@ class Colocation:
         self._trainer, self._model = trainer, model
         self._published = None
         self.threads.settle()
+        self.streams.start(device)
         self.lane.start(EngineContext(model=model, processor=processor, device=device))
 
     def close(self) -> None:
@@ -75,7 +80,7 @@ class Colocation:
         if self._published == version:
             return
         self.executor.enter(Phase.PUBLISH)
-        self.lane.call(lambda engine: engine.publish(version), limit=self.executor.timeout)
+        self.lane.publish(version, limit=self.executor.timeout)
         self._published = version
         self._notify("on_weights_published", version)
         self.executor.enter(Phase.IDLE)

@@ -1,7 +1,8 @@
-"""CPU threads of the two lanes: all of them for a lane that runs alone, a share for each while both run."""
+"""CPU threads and cores of the two lanes: all of them for a lane that runs alone, a share for each while both run."""
 
 from __future__ import annotations
 
+import os
 import threading
 
 import torch
@@ -16,16 +17,31 @@ class LaneThreads:
         total: Threads of a lane that runs alone; None is torch's present number.
         rollout: Threads of the rollout lane while the train lane works beside it; None is half of `total`.
         train: Threads of the train lane meanwhile; None is what `rollout` leaves of `total`.
+        pin_cores: While both work, keep the rollout lane's thread to the first `rollout` cores that this process may
+            use and the train lane's to the others (Linux). A lane that runs alone has all cores again. Helper threads
+            of a lane with more than one thread are the operating system's to place.
     """
 
-    def __init__(self, total: int | None = None, rollout: int | None = None, train: int | None = None) -> None:
+    def __init__(
+        self,
+        total: int | None = None,
+        rollout: int | None = None,
+        train: int | None = None,
+        *,
+        pin_cores: bool = False,
+    ) -> None:
         for name, value in (("threads", total), ("rollout_threads", rollout), ("train_threads", train)):
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1, or null for the default")
+        if pin_cores and not hasattr(os, "sched_setaffinity"):
+            raise ValueError("pin_cores=true needs Linux (os.sched_setaffinity); set it to false")
         self._wanted = (total, rollout, train)
+        self.pin_cores = pin_cores
         self.total = self.rollout = self.train = 1
         self.co_running = False
         """Both lanes are at work; written by the train lane, read by the rollout lane between its steps."""
+        self._cores: dict[str, set[int]] = {}
+        self._all_cores: set[int] = set()
         self._applied = threading.local()
 
     def settle(self) -> None:
@@ -35,18 +51,36 @@ class LaneThreads:
         self.rollout = rollout or max(1, self.total // 2)
         self.train = train or max(1, self.total - self.rollout)
         self._before = torch.get_num_threads()
+        if self.pin_cores:
+            self._share_cores()
+
+    def _share_cores(self) -> None:
+        cores = sorted(os.sched_getaffinity(0))
+        if len(cores) < self.rollout + self.train:
+            raise ValueError(
+                f"pin_cores=true with rollout_threads={self.rollout} and train_threads={self.train} needs "
+                f"{self.rollout + self.train} cores, but this process may use {len(cores)}; lower them or unset it"
+            )
+        self._all_cores = set(cores)
+        self._cores = {ROLLOUT_LANE: set(cores[: self.rollout]), TRAIN_LANE: set(cores[self.rollout :])}
 
     def restore(self) -> None:
-        """Give the train lane's thread its old number back."""
+        """Give the train lane's thread its old number (and cores) back."""
         torch.set_num_threads(self._before)
+        if self._cores:
+            os.sched_setaffinity(0, self._all_cores)
         self._applied = threading.local()
 
     def apply(self, lane: str) -> None:
-        """Set the calling thread's number for its next piece of work."""
+        """Set the calling thread's number, and cores, for its next piece of work."""
+        beside = self.co_running
+        if getattr(self._applied, "beside", None) == beside:
+            return
         share = {ROLLOUT_LANE: self.rollout, TRAIN_LANE: self.train}[lane]
-        number = share if self.co_running else self.total
-        if getattr(self._applied, "number", None) != number:
-            torch.set_num_threads(number)
-            # A thread's first parallel region takes the number set last by any thread, unless it has asked before.
-            torch.get_num_threads()
-            self._applied.number = number
+        torch.set_num_threads(share if beside else self.total)
+        # A thread's first parallel region takes the number set last by any thread, unless it has asked before.
+        torch.get_num_threads()
+        if self._cores:
+            # 0 is the calling thread, not the process.
+            os.sched_setaffinity(0, self._cores[lane] if beside else self._all_cores)
+        self._applied.beside = beside

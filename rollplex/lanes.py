@@ -18,6 +18,7 @@ from typing import Any
 from rollplex.cores import LaneThreads
 from rollplex.data.records import Request, Rollout
 from rollplex.engines.base import EngineContext, RolloutEngine, WindowState
+from rollplex.streams import LaneStreams
 from rollplex.timeline import ROLLOUT_LANE, Timeline
 
 log = logging.getLogger(__name__)
@@ -61,11 +62,18 @@ Event = WindowOpened | WindowClosed | Finished | Drained | Failed
 class RolloutLane:
     """Start it, submit, read events, close it. A lane that failed stays up only to be closed."""
 
-    def __init__(self, engine: RolloutEngine, timeline: Timeline, threads: LaneThreads | None = None) -> None:
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        timeline: Timeline,
+        threads: LaneThreads | None = None,
+        streams: LaneStreams | None = None,
+    ) -> None:
         self.engine = engine
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._timeline = timeline
         self._threads = threads or LaneThreads()
+        self._streams = streams or LaneStreams()
         self._commands: queue.SimpleQueue[tuple[Callable[[RolloutEngine], Any], Future[Any]] | None]
         self._commands = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -124,7 +132,25 @@ class RolloutLane:
 
     def submit(self, requests: Sequence[Request], *, limit: float | None = None) -> None:
         """Hand requests over; the engine's refusal (ValueError) is raised here."""
-        self.call(lambda engine: engine.submit(requests), limit=limit)
+        event = self._streams.hand_over()
+        states = {id(r.prefix): r.prefix.state for r in requests if r.prefix is not None}
+        tensors = [t for state in states.values() if state is not None for t in state.leaves]
+
+        def submit(engine: RolloutEngine) -> None:
+            self._streams.take(event, tensors)
+            engine.submit(requests)
+
+        self.call(submit, limit=limit)
+
+    def publish(self, version: int, *, limit: float | None = None) -> None:
+        """The trainer's weights are at `version`: the engine takes them over."""
+        event = self._streams.hand_over()
+
+        def publish(engine: RolloutEngine) -> None:
+            self._streams.take(event)
+            engine.publish(version)
+
+        self.call(publish, limit=limit)
 
     def abort(self) -> None:
         """End what is unfinished; the responses so far come as `Finished` events, then `Drained`."""
@@ -163,12 +189,13 @@ class RolloutLane:
 
     def _run(self) -> None:
         self._threads.apply(ROLLOUT_LANE)
-        try:
-            while self._apply_commands():
-                if self._busy and self._failed is None:
-                    self._step()
-        finally:
-            self.engine.close()
+        with self._streams.rollout_lane():
+            try:
+                while self._apply_commands():
+                    if self._busy and self._failed is None:
+                        self._step()
+            finally:
+                self.engine.close()
 
     def _apply_commands(self) -> bool:
         """Apply what waits; when there is nothing to step, wait for more. False: stop."""

@@ -41,6 +41,9 @@ METRICS: dict[str, tuple[str, str]] = {
     "importance_capped": ("fraction", "tokens whose importance weight was truncated or masked"),
     "grad_norm": ("", "gradient norm before clipping, last update of the step"),
     "lr": ("", "learning rate of the last update"),
+    "prefix_bytes": ("bytes", "most prefix state held at once on the device: K/V and saved activations"),
+    "prefix_host_bytes": ("bytes", "most saved activations of prefixes held at once in host memory (prefix_on_host)"),
+    "prefixes_recomputed": ("passes", "actor's prefix passes after the step's first update, whose weights are newer"),
     "rows_skipped": ("rows", "bad rows left out so far"),
     "updates": ("steps", "optimizer steps so far"),
     "time/step": ("s", "wall-clock of the step, without data loading"),
@@ -91,6 +94,8 @@ def step_metrics(step: GRPOStep) -> dict[str, float]:
     lengths = [float(len(r)) for r in rollouts]
     out["completion_length"], out["completion_length_max"] = _mean(lengths), max(lengths)
     out["completions_truncated"] = _mean(float(r.finish_reason == "length") for r in rollouts)
+    out["prefix_bytes"], out["prefix_host_bytes"] = float(step.prefix_bytes_peak), float(step.prefix_host_bytes_peak)
+    out["prefixes_recomputed"] = float(step.prefixes_recomputed)
     out["prompt_length"] = _mean(float(len(p)) for p in step.prompts)
     out.update(_loss_metrics(step))
     return {k: v for k, v in out.items() if math.isfinite(v)}

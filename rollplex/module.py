@@ -22,7 +22,7 @@ from rollplex.grpo.importance import ImportanceMode
 from rollplex.grpo.losses import ImportanceLevel, KLEstimator, LossSettings, LossType
 from rollplex.metrics import admission_metrics, check_names, step_metrics, time_metrics
 from rollplex.models.registry import load_hf, load_processor, split
-from rollplex.models.split_model import Part, SplitModel
+from rollplex.models.split_model import PASS_SETTINGS, Part, SplitModel
 from rollplex.optim import make_optimizer
 from rollplex.rewards.runner import RewardRunner
 from rollplex.step import GRPOStep, StepSettings
@@ -75,6 +75,7 @@ class GRPOModule(WithRandomStates, LightningModule):
         dtype: Of the parameters.
         prefix_checkpointing: Recompute prefix activations in backward.
         suffix_checkpointing: Recompute suffix activations in backward.
+        prefix_on_host: Keep what backward needs of prefixes in (pinned) host memory until then.
         prompts_per_pass: Prompts of equal length that share a prefix pass.
         responses_per_pass: Responses of each prompt in one suffix pass; None takes all.
         share_prefix: One prefix per prompt; false recomputes it for each response, the baseline of other systems.
@@ -123,6 +124,7 @@ class GRPOModule(WithRandomStates, LightningModule):
         dtype: Literal["float32", "bfloat16"] = "float32",
         prefix_checkpointing: bool = False,
         suffix_checkpointing: bool = False,
+        prefix_on_host: bool = False,
         prompts_per_pass: int = 1,
         responses_per_pass: int | None = None,
         share_prefix: bool = True,
@@ -163,9 +165,8 @@ class GRPOModule(WithRandomStates, LightningModule):
         if self.policy is not None:
             return
         h = self.hparams
-        options = {k: h[k] for k in ("prefix_checkpointing", "suffix_checkpointing")}
         self.policy = load_hf(h["model"], h["dtype"])
-        self.actor = split(self.policy, **options)
+        self.actor = split(self.policy, **{k: h[k] for k in PASS_SETTINGS})
         self.actor.freeze(h["freeze"] or [])
         if h["beta"] > 0:
             self.reference = split(copy.deepcopy(self.policy).requires_grad_(False).eval())
@@ -251,8 +252,7 @@ class GRPOModule(WithRandomStates, LightningModule):
         colocation.publish()
         self.rollouts_done += 1
         groups = [step.groups[g] for g in sorted(step.groups)]
-        tokens = sum(len(r) for group in groups for r in group.rollouts)
-        metrics |= step_metrics(step) | time_metrics(colocation.timeline, time.perf_counter() - start, tokens)
+        metrics |= step_metrics(step) | time_metrics(colocation.timeline, time.perf_counter() - start, step.tokens)
         metrics |= admission_metrics(colocation.executor.admission)
         metrics["rows_skipped"] = float(len(self.trainer.datamodule.bad_rows))  # type: ignore[attr-defined]
         check_names(metrics)
@@ -308,20 +308,20 @@ class GRPOModule(WithRandomStates, LightningModule):
         )
 
     def validation_step(self, batch: list[Prompt], batch_idx: int) -> Any:
-        return self._evaluation_step(batch, "val/")
+        return self._score(batch, "val/")
 
     def test_step(self, batch: list[Prompt], batch_idx: int) -> Any:
-        return self._evaluation_step(batch, "test/")
+        return self._score(batch, "test/")
 
     def predict_step(self, batch: list[Prompt], batch_idx: int) -> Groups:
         return Groups(self.evaluate(batch))
 
-    def _evaluation_step(self, batch: list[Prompt], prefix: str) -> list[Group]:
+    def _score(self, batch: list[Prompt], prefix: str) -> list[Group]:
         groups = self.evaluate(batch)
         for name, (value, weight) in evaluation_metrics(groups, self.task).items():
             check_names({prefix + name: value})
-            bar = name in ("reward", "accuracy")
-            self.log(prefix + name, value, on_epoch=True, batch_size=weight, prog_bar=bar, sync_dist=True)
+            shown = name in ("reward", "accuracy")
+            self.log(prefix + name, value, on_epoch=True, batch_size=weight, prog_bar=shown, sync_dist=True)
         return groups
 
     # ---- checkpoints ----

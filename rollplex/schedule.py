@@ -17,6 +17,7 @@ from rollplex.cores import LaneThreads
 from rollplex.data.records import Request, Rollout
 from rollplex.lanes import Drained, EngineError, Event, Failed, Finished, RolloutLane, WindowClosed, WindowOpened
 from rollplex.phases import Notify, Phase, PhaseMachine
+from rollplex.streams import LaneStreams
 from rollplex.timeline import PHASES, ROLLOUT_LANE, TRAIN_LANE, Timeline
 from rollplex.units import ACCUMULATING_KINDS, PREFILL_KINDS, PREFIX_KINDS, Unit, UnitId, UnitKind
 
@@ -63,11 +64,13 @@ class Executor:
         timeout: float | None = None,
         admission: Admission | None = None,
         threads: LaneThreads | None = None,
+        streams: LaneStreams | None = None,
     ) -> None:
         self.lane = lane
         self.timeline = timeline
         self.admission = admission or Admission(measure=False)
         self.threads = threads or LaneThreads()
+        self.streams = streams or LaneStreams()
         self.held_bytes: Callable[[], int] = lambda: 0
         """Bytes of prefix state alive now; set for each step."""
         self.machine = PhaseMachine(notify)
@@ -241,7 +244,8 @@ class Executor:
         self.threads.apply(TRAIN_LANE)
         start = time.perf_counter()
         try:
-            unit.run()
+            with self.streams.unit(hidden=hidden):
+                unit.run()
         except Exception as error:
             groups = ", ".join(map(str, unit.groups))
             raise UnitError(f"unit {unit} (groups {groups}) failed: {type(error).__name__}: {error}") from error

@@ -19,11 +19,12 @@ from torch import Tensor
 from rollplex.bundles import Bundle, make_bundles
 from rollplex.data.records import Group, PrefixPass, Prompt, Request, Rollout, SamplingParams
 from rollplex.grpo.advantages import Advantages, ScaleRewards, group_advantages
-from rollplex.grpo.importance import ImportanceMode, MismatchStats, WeightStats, importance_weights, mismatch_stats
-from rollplex.grpo.losses import LossSettings, LossSums, kept_responses, loss_normalizer, policy_loss_sums
+from rollplex.grpo.importance import ImportanceMode, importance_weights, mismatch_stats
+from rollplex.grpo.losses import LossSettings, kept_responses, loss_normalizer, policy_loss_sums
 from rollplex.models.prefix import PrefixState
 from rollplex.models.split_model import SplitModel
 from rollplex.rewards.runner import RewardFailure, RewardRunner
+from rollplex.totals import StepTotals
 from rollplex.units import PREFIX_KINDS, Unit, UnitId, UnitKind
 
 PATCHES = ("pixel_values", "pixel_values_videos")
@@ -60,23 +61,6 @@ def request_seed(seed: int, step: int, group: int, index: int) -> int:
 
 
 @dataclass
-class StepTotals:
-    """Sums over the suffix passes of one update, for the metrics."""
-
-    loss: float = 0.0
-    sums: LossSums | None = None
-    mismatch: MismatchStats | None = None
-    weights: WeightStats | None = None
-
-    def add(self, sums: LossSums, mismatch: MismatchStats, weights: WeightStats) -> None:
-        self.loss += float(sums.loss.detach())
-        sums = LossSums(**{**sums.__dict__, "loss": sums.loss.detach()})
-        self.sums = sums if self.sums is None else self.sums + sums
-        self.mismatch = mismatch if self.mismatch is None else self.mismatch + mismatch
-        self.weights = weights if self.weights is None else self.weights + weights
-
-
-@dataclass
 class GRPOStep:
     """State of one rollout batch from its prompts to its last update."""
 
@@ -89,6 +73,11 @@ class GRPOStep:
     bundles: list[Bundle] = field(init=False)
     rollouts: list[list[Rollout | None]] = field(init=False)
     groups: dict[int, Group] = field(default_factory=dict)
+    prefix_bytes_peak: int = 0
+    """Most bytes of prefix state held at once on the device."""
+    prefix_host_bytes_peak: int = 0
+    prefixes_recomputed: int = 0
+    """Actor's prefix passes after the first update: those of the rollout's weights were out of date."""
     failures: list[RewardFailure] = field(default_factory=list)
     totals: dict[int, StepTotals] = field(default_factory=dict)
     _advantages: dict[int, Advantages] = field(default_factory=dict)
@@ -101,6 +90,7 @@ class GRPOStep:
         self.bundles = make_bundles(
             [len(p) for p in self.prompts], prompts_per_pass=s.prompts_per_pass, num_mini_batches=s.num_mini_batches
         )
+        self._version = self.actor.version
         self.rollouts = [[None] * s.num_generations for _ in self.prompts]
 
     # ---- rollout ----
@@ -117,6 +107,11 @@ class GRPOStep:
     def _prefix_pass(self, b: Bundle) -> PrefixPass:
         states = [self._prefixes.get((name, b.index)) for name in ("act", "old")]
         return PrefixPass(b.index, b.groups, next((s for s in states if s is not None), None))
+
+    @property
+    def tokens(self) -> int:
+        """Response tokens so far."""
+        return sum(len(r) for row in self.rollouts for r in row if r is not None)
 
     def collect(self, rollout: Rollout) -> int | None:
         """Keep a finished response; the group's index when it is complete."""
@@ -203,6 +198,10 @@ class GRPOStep:
 
     def _prefix(self, b: Bundle, name: str, model: SplitModel, grad: bool) -> None:
         self._prefixes[name, b.index] = model.prefix([self.prompts[g] for g in b.groups], grad=grad)
+        self.prefix_bytes_peak = max(self.prefix_bytes_peak, self.held_bytes)
+        on_host = sum(p.host_bytes for p in self._prefixes.values())
+        self.prefix_host_bytes_peak = max(self.prefix_host_bytes_peak, on_host)
+        self.prefixes_recomputed += name == "act" and model.version > self._version
 
     def _prefix_of(self, b: Bundle, name: str, model: SplitModel, rows: Sequence[tuple[int, int]]) -> PrefixState:
         """The bundle's shared prefix, or one of its own for each row."""

@@ -12,6 +12,7 @@ from rollplex.checkpoints import AtomicCheckpointIO
 from rollplex.colocation import Colocation
 from rollplex.cores import LaneThreads
 from rollplex.engines.base import RolloutEngine
+from rollplex.streams import LaneStreams
 
 
 class RollplexStrategy(SingleDeviceStrategy):
@@ -23,6 +24,8 @@ class RollplexStrategy(SingleDeviceStrategy):
         threads: CPU threads of a lane that runs alone; None is torch's number.
         rollout_threads: CPU threads of the rollout lane while both lanes work; None is half of `threads`.
         train_threads: CPU threads of the train lane meanwhile; None is the rest.
+        pin_cores: While both lanes work, keep each to cores of its own.
+        train_sms: CUDA multiprocessors of the train lane meanwhile (a green context); None is all.
         prefix_budget_bytes: Most bytes of prefix state held at once in the decode window; None is no limit.
         admission: "measure" declines overlap that does not pay, found by measuring; "always" admits what fits.
         rollout_timeout: Seconds without any sign of the engine after which a rollout counts as stalled and the run
@@ -38,6 +41,8 @@ class RollplexStrategy(SingleDeviceStrategy):
         threads: int | None = None,
         rollout_threads: int | None = None,
         train_threads: int | None = None,
+        pin_cores: bool = False,
+        train_sms: int | None = None,
         prefix_budget_bytes: int | None = None,
         admission: Literal["measure", "always"] = "measure",
         rollout_timeout: float | None = 600.0,
@@ -51,7 +56,8 @@ class RollplexStrategy(SingleDeviceStrategy):
             raise ValueError(f"admission={admission!r} is unknown; set measure or always")
         self.colocation = Colocation(
             engine,
-            threads=LaneThreads(threads, rollout_threads, train_threads),
+            threads=LaneThreads(threads, rollout_threads, train_threads, pin_cores=pin_cores),
+            streams=LaneStreams(train_sms),
             admission=Admission(prefix_budget_bytes, measure=admission == "measure"),
             timeout=rollout_timeout,
         )

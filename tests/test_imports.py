@@ -31,6 +31,8 @@ LAYERS = [
             "optim",
             "phases",
             "planner",
+            "streams",
+            "totals",
             "units",
         }
         | {"reports", "residency", "rewards", "tasks", "timeline", "weights"},

@@ -11,10 +11,8 @@ Shape legend: B prompts, P prompt tokens, k key/value heads, d head size, H hidd
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,29 +22,6 @@ from rollplex.models.attention import SharedPrefixAttention, expanded_prefix_att
 
 class StalePrefixError(RuntimeError):
     """A prefix computed from older weights was about to be used."""
-
-
-class SavedBytes:
-    """Counts the distinct storages that autograd saves in its scope, parameters left out."""
-
-    def __init__(self, parameters: Iterable[Tensor], enabled: bool) -> None:
-        self._seen = {p.untyped_storage().data_ptr() for p in parameters} if enabled else set()
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda t: t) if enabled else nullcontext()
-        self.total = 0
-
-    def _pack(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._seen:
-            self._seen.add(storage.data_ptr())
-            self.total += storage.nbytes()
-        return tensor
-
-    def __enter__(self) -> SavedBytes:
-        self._hooks.__enter__()
-        return self
-
-    def __exit__(self, *exc: Any) -> None:
-        self._hooks.__exit__(*exc)
 
 
 class RecordPrefix:
@@ -93,7 +68,10 @@ class PrefixState:
     """Weights version it was computed with."""
 
     saved_bytes: int = 0
-    """Bytes that autograd saved for the prefix's backward."""
+    """Bytes that autograd saved for the prefix's backward, on the model's device."""
+
+    host_bytes: int = 0
+    """Bytes of them that wait in host memory instead."""
 
     leaves: list[Tensor] = field(default_factory=list)
     """Detached views of `live` that suffix passes read; their gradients accumulate in float32 or wider."""

@@ -25,10 +25,14 @@ from torch.utils.checkpoint import checkpoint
 from rollplex.data.records import Prompt
 from rollplex.models.attention import ATTENTION_NAME, STATE_KEYWORD
 from rollplex.models.logprobs import linear_logps
-from rollplex.models.prefix import PrefixState, ReadPrefix, RecordPrefix, SavedBytes
+from rollplex.models.prefix import PrefixState, ReadPrefix, RecordPrefix
+from rollplex.models.saved import SavedActivations
 
 POSITIONS_KEPT = 16_384
 """Prompts whose positions are remembered."""
+
+PASS_SETTINGS = ("prefix_checkpointing", "suffix_checkpointing", "prefix_on_host")
+"""Keywords of `SplitModel` that trade time for memory."""
 
 Part = Literal["vision_tower", "projector", "language_model"]
 
@@ -55,12 +59,14 @@ class SplitModel(ABC):
         share_kv: bool = True,
         prefix_checkpointing: bool = False,
         suffix_checkpointing: bool = False,
+        prefix_on_host: bool = False,
     ) -> None:
         self.hf = hf
         self.config: Any = hf.config
         self.share_kv = share_kv
         self.prefix_checkpointing = prefix_checkpointing
         self.suffix_checkpointing = suffix_checkpointing
+        self.prefix_on_host = prefix_on_host
         self.version = 0
         self._positions: dict[int, tuple[weakref.ref[Prompt], Tensor]] = {}
         self._refuse_dropout()
@@ -151,7 +157,7 @@ class SplitModel(ABC):
         assert len(lengths) == 1, f"a bundle's prompts must have one length, got {sorted(lengths)}"
         positions, next_position_B = self.positions(prompts)
         state = RecordPrefix()
-        saved = SavedBytes(self.hf.parameters(), enabled=grad)
+        saved = SavedActivations(self.hf.parameters(), enabled=grad, host=self.prefix_on_host)
         with (
             torch.set_grad_enabled(grad),
             saved,
@@ -161,7 +167,10 @@ class SplitModel(ABC):
             live = [t for layer in sorted(state.kv) for t in state.kv[layer]]
             live.append(hidden_BPH[:, -1].clone())  # a view would keep all P rows alive
         next_position_B = next_position_B.to(self.device)
-        return PrefixState(live=live, next_position_B=next_position_B, version=self.version, saved_bytes=saved.total)
+        return PrefixState(
+            live=live, next_position_B=next_position_B, version=self.version, saved_bytes=saved.device_bytes,
+            host_bytes=saved.host_bytes,
+        )  # fmt: skip
 
     def suffix(
         self, prefix: PrefixState, ids_NR: Tensor, lengths_N: Tensor, *, temperature: float, grad: bool
