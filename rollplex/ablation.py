@@ -177,13 +177,14 @@ def emptiness(serial: RunTrace, schedule: Schedule, trace: RunTrace) -> str:
     """Why a comparison proves little: it may be serial with itself. "" if it does not."""
     hidden = {name: trace.work(name).hidden_units for name in ("prefix", "rewards_work", "suffix")}
     why = []
-    if not any(hidden.values()):
+    reused = any(step.reused for step in trace.steps)
+    if not any(hidden.values()) and not reused:
         why.append("nothing overlapped: no unit ran while the engine was generating")
     elif "GroupStreaming" in schedule.callbacks and not hidden["suffix"]:
         why.append("nothing but rewards streamed: no bundle was complete before the rollout ended")
     elif not schedule.deterministic and all(a.order == b.order for a, b in zip(serial.steps, trace.steps, strict=True)):
         why.append("nothing reordered: gradients were summed as in serial")
-    if "PrefillReuse" in schedule.callbacks and not any(step.reused for step in trace.steps):
+    if "PrefillReuse" in schedule.callbacks and not reused:
         why.append("nothing reused: the engine computed every prompt itself")
     if not serial.first_gradient:
         why.append("nothing learnt: no update had a gradient")

@@ -254,7 +254,7 @@ def work_table(case: Case) -> Table:
     """What was hidden, and engine against trainer."""
     table = Table(title="What ran")
     for name in (
-        "schedule", "prefix hidden", "rewards hidden", "suffix hidden", "decode", "|trainer - engine|", "max", "tokens",
+        "schedule", "prefix hidden", "reused", "rewards hidden", "suffix hidden", "decode", "|trainer - engine|", "max", "tokens",
         "|ratio-1|", "KL at start",
     ):  # fmt: skip
         table.add_column(name)
@@ -262,7 +262,8 @@ def work_table(case: Case) -> Table:
         m = trace.mismatch
         kl = next((step.kl for step in trace.steps), None)
         table.add_row(
-            name, *(_hidden(trace.work(sort)) for sort in ("prefix", "rewards_work", "suffix")),
+            name, _hidden(trace.work("prefix")), str(sum(step.reused for step in trace.steps)),
+            *(_hidden(trace.work(sort)) for sort in ("rewards_work", "suffix")),
             f"{sum(s.decode_seconds for s in trace.steps):.2f} s", f"{m['mean']:.1e}", f"{m['max']:.1e}",
             f"{m['tokens']:.0f}", f"{max(s.ratio_error for s in trace.steps):.1e}", "-" if kl is None else f"{kl:.1e}",
         )  # fmt: skip

@@ -229,7 +229,7 @@ def _verify(verifier: Verifier, console: Console, target: Path | None) -> int:
 def _notes(verifier: Verifier) -> list[str]:
     """What is not as the config says."""
     cli = verifier.cli
-    dropped = sorted(set(cli.listed) - {"PrefixOverlap", "GroupStreaming"})
+    dropped = sorted(set(cli.listed) - {name for schedule in OTHERS for name in schedule.callbacks})
     notes = ["Loggers, checkpoints and validation are off."]
     pinned = cli.pinned_strategy(verifier.threads)[1]
     if "admission" in pinned:

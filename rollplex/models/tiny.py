@@ -180,6 +180,11 @@ def tiny_config(**settings: Any) -> Any:
     return FAMILIES[chosen.family].config(chosen)
 
 
+def processor_of(settings: TinySettings) -> Any:
+    """The real processor of the settings' family, with the byte-level tokenizer."""
+    return FAMILIES[settings.family].processor(settings)
+
+
 def build_tiny_in_memory(**settings: Any) -> tuple[Any, Any]:
     """A tiny float32 model (in train mode) and its processor, nothing written.
 
