@@ -254,8 +254,8 @@ def work_table(case: Case) -> Table:
     """What was hidden, and engine against trainer."""
     table = Table(title="What ran")
     for name in (
-        "schedule", "prefix hidden", "reused", "rewards hidden", "suffix hidden", "decode", "|trainer - engine|", "max", "tokens",
-        "|ratio-1|", "KL at start",
+        "schedule", "prefix hidden", "reused", "rewards hidden", "suffix hidden", "decode", "|trainer - engine|", "max",
+        "tokens", "|ratio-1|", "KL at start",
     ):  # fmt: skip
         table.add_column(name)
     for name, trace in (("serial", case.serial), *((r.schedule.name, r.trace) for r in case.results)):
