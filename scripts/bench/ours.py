@@ -148,13 +148,13 @@ def step_details(out: dict[str, Any] | None, timeline: Timeline) -> dict[str, An
 def lane_details(timeline: Timeline, step_seconds: float) -> dict[str, float | None]:
     """From the step's spans.
 
-    prefix, prefix_hidden: seconds of prefix units, and those inside the rollout. decode: mean seconds of a decode step
+    prefix, prefix_hidden: seconds of prefix units that were no prefill, and those inside the rollout. decode: mean seconds of a decode step
     while the train lane is busy (decode_beside) and while it is not (decode_alone). overhead: step seconds in which
     neither lane works nor weights change, which is what scheduling costs.
     """
     spans = timeline.spans()
     train = [s for s in spans if s.lane == TRAIN_LANE]
-    prefix = [s for s in train if s.name in {k.value for k in PREFIX_KINDS}]
+    prefix = [s for s in train if s.name in {k.value for k in PREFIX_KINDS} and not s.arguments.get("prefill")]
     decode = [s for s in spans if s.lane == ROLLOUT_LANE and s.name == "decode"]
     busy = [(s.start, s.end) for s in train]
     beside = [s.seconds for s in decode if overlaps(s.start, s.end, busy)]
