@@ -148,9 +148,9 @@ def step_details(out: dict[str, Any] | None, timeline: Timeline) -> dict[str, An
 def lane_details(timeline: Timeline, step_seconds: float) -> dict[str, float | None]:
     """From the step's spans.
 
-    prefix, prefix_hidden: seconds of prefix units that were no prefill, and those inside the rollout. decode: mean seconds of a decode step
-    while the train lane is busy (decode_beside) and while it is not (decode_alone). overhead: step seconds in which
-    neither lane works nor weights change, which is what scheduling costs.
+    prefix, prefix_hidden: seconds of prefix units that were no prefill, and those inside the rollout. decode: mean
+    seconds of a decode step while the train lane is busy (decode_beside) and while it is not (decode_alone). overhead:
+    step seconds in which neither lane works nor weights change, which is what scheduling costs.
     """
     spans = timeline.spans()
     train = [s for s in spans if s.lane == TRAIN_LANE]
