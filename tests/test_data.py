@@ -462,3 +462,26 @@ def test_limited_epochs_continue_through_the_order(tmp_path, tiny_processor):
 def test_fit_without_validation_rows(tmp_path, tiny_processor):
     seen, _ = fit(tmp_path, tiny_processor, max_epochs=1, num_sanity_val_steps=2)
     assert len(seen) == 3
+
+
+def test_continuing_with_another_order_of_rows_is_worth_a_word(tiny_processor):
+    def module(**settings):
+        data = VLMDataModule(Rows(10), **(dict(batch_size=2, seed=5) | settings))
+        data.attach(tiny_processor)
+        return data
+
+    def load(data, state, stage="fit"):
+        data.setup(stage)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            data.load_state_dict(state)
+        return [str(w.message) for w in seen]
+
+    first = module()
+    first.setup("fit")
+    state = first.state_dict()
+    assert state == {"rows": 10, "batch_size": 2, "seed": 5, "shuffle": True, "drop_last": True}
+    assert load(module(), state) == []
+    (message,) = load(module(batch_size=5, seed=6), state)
+    assert "continues with batch_size 5 (was 2), seed 6 (was 5)" in message
+    assert load(module(batch_size=5), state, stage="validate") == []  # no training rows are drawn

@@ -320,6 +320,22 @@ class VLMDataModule(LightningDataModule):
             self._bad[bad.row_id] = bad.reason
             warnings.warn(f"skipped {bad}", stacklevel=2)
 
+    def state_dict(self) -> dict[str, Any]:
+        """What decides which rows rollout k takes."""
+        rows = len(self._data["train"]) if "train" in self._data else None
+        return {"rows": rows, **{name: getattr(self, name) for name in ("batch_size", "seed", "shuffle", "drop_last")}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Nothing to load; another order of rows than the checkpoint's is worth a word."""
+        now = self.state_dict()
+        changed = [f"{k} {now[k]} (was {v})" for k, v in state_dict.items() if now.get(k, v) != v]
+        if changed and now["rows"] is not None:
+            warnings.warn(
+                f"the run continues with {', '.join(changed)}: from here on rows come in another order, so some of "
+                "this epoch come twice or not at all, and the weights will not be those of an uninterrupted run",
+                stacklevel=2,
+            )
+
     def transfer_batch_to_device(self, batch: Sequence[Prompt], device: Any, dataloader_idx: int) -> Sequence[Prompt]:
         """Prompts stay on the CPU: each work unit moves what it needs when it runs."""
         return batch
