@@ -1,0 +1,171 @@
+"""Which engine tensor is made of which trainer tensors, one table per model family.
+
+Names are vLLM's on the engine's side and transformers' on the trainer's, without the last part (weight or bias); `*`
+stands for a number. A table says how a tensor is split over tensor-parallel ranks, never how large it is: sizes come
+from the trainer's own tensors and from the head counts of its config.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Kind = Literal["replicated", "column", "row", "vocab", "fused", "qkv", "packed_qkv"]
+"""How a module is split.
+
+replicated: every rank holds all of it.
+column: rows of the weight (its outputs) and of the bias, evenly.
+row: columns of the weight (its inputs), evenly; the bias is replicated.
+vocab: rows of the vocabulary, padded to a multiple of `VOCAB_MULTIPLE`.
+fused: several column modules, each split, then concatenated.
+qkv: queries by query heads, keys and values by KV heads (one head on several ranks when there are more ranks than
+    KV heads), then concatenated.
+packed_qkv: one trainer tensor [q; k; v] of equal thirds, each split by heads.
+"""
+
+Part = Literal["language", "vision"]
+
+VOCAB_MULTIPLE = 64
+"""vLLM's DEFAULT_VOCAB_PADDING_SIZE."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One line of a table: an engine module and the trainer modules it is made of, in the engine's order."""
+
+    kind: Kind
+    engine: str
+    sources: tuple[str, ...]
+    part: Part
+    trainer_kind: Kind | None = None
+    """How a tensor-parallel trainer splits its tensors, where that is not the engine's way."""
+
+    @property
+    def group(self) -> str:
+        """Name of the engine's module alone, as options use it: qkv_proj, gate_up_proj, ..."""
+        return self.engine.rpartition(".")[2]
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Head counts that shapes alone do not tell."""
+
+    query: int
+    kv: int
+    vision: int
+
+    @classmethod
+    def of(cls, config: Any) -> Heads:
+        """From a transformers config of a vision-language model."""
+        text, vision = config.text_config, config.vision_config
+        return cls(text.num_attention_heads, text.num_key_value_heads, vision.num_heads)
+
+
+def _language(names: str, kind: Kind, prefix: str = "layers.*.") -> list[Rule]:
+    """Rules of language modules whose name is the same on both sides."""
+    return [
+        Rule(kind, f"language_model.model.{prefix}{name}", (f"model.language_model.{prefix}{name}",), "language")
+        for name in names.split()
+    ]
+
+
+def _language_fused(engine: str, sources: str, kind: Kind) -> Rule:
+    names = tuple(f"model.language_model.layers.*.{source}" for source in sources.split())
+    return Rule(kind, f"language_model.model.layers.*.{engine}", names, "language")
+
+
+def _vision(names: str, kind: Kind, trainer_kind: Kind | None = None) -> list[Rule]:
+    """Rules of vision modules whose name is the same on both sides."""
+    return [Rule(kind, f"visual.{name}", (f"model.visual.{name}",), "vision", trainer_kind) for name in names.split()]
+
+
+QWEN2_LANGUAGE = [
+    *_language("embed_tokens", "vocab", prefix=""),
+    *_language("norm", "replicated", prefix=""),
+    *_language("input_layernorm post_attention_layernorm", "replicated"),
+    *_language("self_attn.o_proj mlp.down_proj", "row"),
+    _language_fused("self_attn.qkv_proj", "self_attn.q_proj self_attn.k_proj self_attn.v_proj", "qkv"),
+    _language_fused("mlp.gate_up_proj", "mlp.gate_proj mlp.up_proj", "fused"),
+    Rule("vocab", "language_model.lm_head", ("lm_head",), "language"),
+]
+
+QWEN2_VL = [
+    *QWEN2_LANGUAGE,
+    *_vision("patch_embed.proj blocks.*.norm1 blocks.*.norm2 merger.ln_q", "replicated"),
+    # vLLM splits this one as a plain column module and gathers before attention: a rank's rows are not its heads'.
+    *_vision("blocks.*.attn.qkv", "column", trainer_kind="packed_qkv"),
+    *_vision("blocks.*.mlp.fc1 merger.mlp.0", "column"),
+    *_vision("blocks.*.attn.proj blocks.*.mlp.fc2 merger.mlp.2", "row"),
+]
+
+QWEN2_5_VL = [
+    *QWEN2_LANGUAGE,
+    *_vision("patch_embed.proj blocks.*.norm1 blocks.*.norm2 merger.ln_q", "replicated"),
+    *_vision("blocks.*.attn.qkv", "packed_qkv"),
+    Rule(
+        "fused",
+        "visual.blocks.*.mlp.gate_up_proj",
+        ("model.visual.blocks.*.mlp.gate_proj", "model.visual.blocks.*.mlp.up_proj"),
+        "vision",
+    ),
+    *_vision("merger.mlp.0", "column"),
+    *_vision("blocks.*.attn.proj blocks.*.mlp.down_proj merger.mlp.2", "row"),
+]
+
+QWEN3_VL = [
+    *QWEN2_LANGUAGE,
+    *_language("self_attn.q_norm self_attn.k_norm", "replicated"),
+    *_vision("patch_embed.proj pos_embed blocks.*.norm1 blocks.*.norm2", "replicated"),
+    *_vision("merger.norm deepstack_merger_list.*.norm", "replicated"),
+    *_vision("blocks.*.attn.qkv", "packed_qkv"),
+    *_vision("blocks.*.mlp.linear_fc1 merger.linear_fc1 deepstack_merger_list.*.linear_fc1", "column"),
+    *_vision("blocks.*.mlp.linear_fc2 merger.linear_fc2 deepstack_merger_list.*.linear_fc2", "row"),
+    *_vision("blocks.*.attn.proj", "row"),
+]
+
+TABLES: dict[str, list[Rule]] = {"qwen2_vl": QWEN2_VL, "qwen2_5_vl": QWEN2_5_VL, "qwen3_vl": QWEN3_VL}
+"""transformers' config.model_type -> table."""
+
+
+def table_of(family: str) -> list[Rule]:
+    if family not in TABLES:
+        raise ValueError(f"no layout table for model_type={family!r}; there are {', '.join(TABLES)}")
+    return TABLES[family]
+
+
+@dataclass(frozen=True)
+class Match:
+    """A rule applied to names that exist."""
+
+    rule: Rule
+    engine: str
+    sources: tuple[str, ...]
+
+
+def match(table: Iterable[Rule], names: Iterable[str]) -> list[Match]:
+    """The engine tensors that these trainer tensors make, in the trainer's order.
+
+    Names that no rule speaks of are left out (`audit` reports them); a group with members missing is an error.
+    """
+    known = list(names)
+    rules = [(re.compile(re.escape(rule.sources[0]).replace(r"\*", r"(\d+)")), rule) for rule in table]
+    found = []
+    for name in known:
+        module, _, leaf = name.rpartition(".")
+        for pattern, rule in rules:
+            hit = pattern.fullmatch(module)
+            if hit:
+                engine, *sources = (f"{_filled(text, hit.groups())}.{leaf}" for text in (rule.engine, *rule.sources))
+                found.append(Match(rule, engine, tuple(sources)))
+    missing = sorted({source for each in found for source in each.sources} - set(known))
+    if missing:
+        raise ValueError(f"the trainer lacks {', '.join(missing[:5])}, which its neighbours need to be fused")
+    return found
+
+
+def _filled(pattern: str, numbers: tuple[str, ...]) -> str:
+    for number in numbers:
+        pattern = pattern.replace("*", number, 1)
+    return pattern
