@@ -1,4 +1,4 @@
-"""The `rollplex` command: LightningCLI's fit, validate, test and predict, and export."""
+"""The `rollplex` command: LightningCLI's fit, validate, test and predict, and export, plan, verify."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import rollplex.strategy  # noqa: F401  (registers the strategy names)
 from rollplex.data.datamodule import VLMDataModule
 from rollplex.export import main as export_main
 from rollplex.module import GRPOModule
+from rollplex.planner.plan import main as plan_main
 
 
 def _verify(arguments: list[str]) -> None:
@@ -26,7 +27,7 @@ def _verify(arguments: list[str]) -> None:
     main(arguments)
 
 
-COMMANDS: dict[str, Callable[[list[str]], None]] = {"export": export_main, "verify": _verify}
+COMMANDS: dict[str, Callable[[list[str]], None]] = {"export": export_main, "plan": plan_main, "verify": _verify}
 """Subcommands that are not the Trainer's, with parsers of their own."""
 
 DEFAULT_CALLBACKS = (
