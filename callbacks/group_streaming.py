@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+from rollplex.callbacks.prefill_reuse import PrefillReuse
 from rollplex.callbacks.prefix_overlap import PrefixOverlap
 from rollplex.phases import PhaseCallback
 from rollplex.schedule import ScheduleState
@@ -18,8 +19,9 @@ class GroupStreaming(PhaseCallback):
     optimizer step, and no weight changes before that step.
 
     Args:
-        deterministic: Keep the serial order of gradient sums (bundle after bundle), so that the weights are
-            bit-identical to the serial schedule's. False lets any complete bundle go first.
+        deterministic: Keep the serial order of gradient sums (bundle after bundle) and of rewards (which may draw
+            random numbers), so that the weights are bit-identical to the serial schedule's. False lets any complete
+            group go first.
     """
 
     def __init__(self, deterministic: bool = False) -> None:
@@ -27,7 +29,9 @@ class GroupStreaming(PhaseCallback):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if stage == "fit":
-            if not any(isinstance(c, PrefixOverlap) for c in trainer.callbacks):
+            if sum(isinstance(c, GroupStreaming) for c in trainer.callbacks) > 1:
+                raise ValueError("callbacks: GroupStreaming is listed twice, and what one refuses the other admits")
+            if not any(isinstance(c, PrefixOverlap | PrefillReuse) for c in trainer.callbacks):
                 warnings.warn(
                     "GroupStreaming without PrefixOverlap hides rewards only: suffix work needs its prefix, which then "
                     "waits for the end of the rollout. Add rollplex.callbacks.PrefixOverlap",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from rollplex.phases import PhaseCallback
@@ -24,6 +25,8 @@ class PrefillReuse(PhaseCallback):
                 f"callbacks: PrefillReuse cannot work with engine={type(engine).__name__}, which keeps a K/V cache of "
                 "its own; take the callback out of the list, or use rollplex.engines.torch_engine.TorchEngine"
             )
+        if not pl_module.hparams["share_prefix"]:
+            warnings.warn("PrefillReuse has no effect with share_prefix=false: there is no pass to reuse", stacklevel=2)
         pl_module.colocation.executor.reuse_prefill = True
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:

@@ -12,6 +12,7 @@ beside them. Some steps are therefore run without overlap: the first one, and on
 from __future__ import annotations
 
 import math
+import warnings
 from collections import defaultdict
 from dataclasses import dataclass, field
 
@@ -79,8 +80,10 @@ class Admission:
     """
 
     def __init__(self, budget_bytes: int | None = None, *, measure: bool = True, probe_every: int = 50) -> None:
-        if budget_bytes is not None and budget_bytes < 1:
-            raise ValueError(f"prefix_budget_bytes={budget_bytes} must be at least 1, or null for no limit")
+        if budget_bytes is not None and not (isinstance(budget_bytes, int) and budget_bytes >= 1):
+            raise ValueError(
+                f"prefix_budget_bytes={budget_bytes!r} must be a whole number above 0, or null for no limit"
+            )
         if probe_every < 2:
             raise ValueError(f"probe_every={probe_every} must be at least 2")
         self.budget_bytes = budget_bytes
@@ -89,6 +92,8 @@ class Admission:
         self.measurements = Measurements()
         self._rates: dict[str, tuple[float, float]] = {}
         """unit kind -> (largest bytes per token seen, largest density it holds for)."""
+        self._some_fit = False
+        """A prefix was within the budget."""
         self.steps = -1
         self.admitted = 0
         self.refused: dict[str, set[object]] = {"memory": set(), "slow": set(), "probe": set()}
@@ -129,15 +134,28 @@ class Admission:
         alpha, r = self.measurements.alpha, self.measurements.r(kind)
         return alpha is None or r is None or r > alpha / (1.0 + alpha) + MARGIN
 
-    def learn_bytes(self, unit: str, kind: str, work: float, density: float, bytes_held: int) -> None:
-        """After a prefix was computed. One that exceeds the budget alone could never be admitted: ValueError."""
+    def learn_bytes(
+        self, unit: str, kind: str, work: float, density: float, bytes_held: int, *, early: bool = True
+    ) -> None:
+        """After a prefix was computed; early: beside or before the decode.
+
+        A budget that the first such prefix exceeds is too small for the model: ValueError. A larger one that comes
+        later is left to run after the rollout from then on, with a warning.
+        """
         rate, seen = self._rates.get(kind, (0.0, 0.0))
         self._rates[kind] = (max(rate, bytes_held / max(work, 1.0)), max(seen, density))
-        if self.budget_bytes is not None and bytes_held > self.budget_bytes:
-            raise ValueError(
-                f"prefix_budget_bytes={self.budget_bytes} is smaller than one prefix: {unit} needs {bytes_held} bytes. "
-                "Set at least that, lower prompts_per_pass, or turn prefix_checkpointing or prefix_on_host on"
-            )
+        if self.budget_bytes is None or not early:
+            return
+        if bytes_held <= self.budget_bytes:
+            self._some_fit = True
+            return
+        message = (
+            f"prefix_budget_bytes={self.budget_bytes} is smaller than one prefix: {unit} needs {bytes_held} bytes. "
+            "Set at least that, lower prompts_per_pass, or turn prefix_checkpointing or prefix_on_host on"
+        )
+        if not self._some_fit:
+            raise ValueError(message)
+        warnings.warn(f"{message}; prefixes of its size run after the rollout", stacklevel=2)
 
     def _fits(self, kind: str, work: float, density: float, held_bytes: int) -> bool:
         """Bytes per token grow with density, so the largest rate seen bounds every unit that is no denser. One that is

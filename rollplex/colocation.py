@@ -45,6 +45,7 @@ class Colocation:
         )  # fmt: skip
         self._model: SplitModel | None = None
         self._published: int | None = None
+        self._started = False
 
     def start(self, trainer: Any, model: SplitModel, processor: Any, device: Any) -> None:
         """Start the engine on the rollout lane; the model must be where it stays."""
@@ -52,14 +53,17 @@ class Colocation:
         self._published = None
         self.threads.settle()
         self.streams.start(device)
+        self._started = True
         self.lane.start(EngineContext(model=model, processor=processor, device=device))
 
     def close(self) -> None:
-        if self.lane.running:
+        if self._started:
+            self._started = False
             self.lane.close()
             self.threads.restore()
         self.lane.drain_events()
-        self.executor.machine.reset()
+        # After an error Lightning calls no callback's teardown: a later run must not inherit this one's schedule.
+        self.executor.reset()
 
     def rollout(
         self, requests: Callable[[], Sequence[Request]], units: Sequence[Unit], collect: Callable[[Rollout], int | None]

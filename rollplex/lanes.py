@@ -222,20 +222,19 @@ class RolloutLane:
             return False
 
     def _step(self) -> None:
-        before = self.engine.window
-        rows = self.engine.num_running
-        beside, progress = self._threads.co_running, self.engine.progress
+        beside = self._threads.co_running
         self._threads.apply(ROLLOUT_LANE)
         start = time.perf_counter()
         try:
+            before, rows, progress = self.engine.window, self.engine.num_running, self.engine.progress
             finished = list(self.engine.step())
-            after = self.engine.window
+            after, moved = self.engine.window, self.engine.progress != progress
         except BaseException as error:
             self._failed = error
             self.events.put(Failed(error))
             return
         # A step that a unit began or ended in counts for neither side.
-        if self.engine.progress != progress:
+        if moved:
             self.last_sign = time.monotonic()
         co = beside if beside == self._threads.co_running else None
         self._timeline.add(ROLLOUT_LANE, before.value, start, time.perf_counter(), rows=rows, co=co)

@@ -43,7 +43,10 @@ METRICS: dict[str, tuple[str, str]] = {
     "lr": ("", "learning rate of the last update"),
     "prefix_bytes": ("bytes", "most prefix state held at once on the device: K/V and saved activations"),
     "prefix_host_bytes": ("bytes", "most saved activations of prefixes held at once in host memory (prefix_on_host)"),
-    "prefixes_recomputed": ("passes", "actor's prefix passes after the step's first update, whose weights are newer"),
+    "prefixes_recomputed": (
+        "prompts",
+        "computed again by the actor after the step's first update, at newer weights",
+    ),
     "rows_skipped": ("rows", "bad rows left out so far"),
     "updates": ("steps", "optimizer steps so far"),
     "time/step": ("s", "wall-clock of the step, without data loading"),

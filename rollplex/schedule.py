@@ -19,7 +19,7 @@ from rollplex.lanes import Drained, EngineError, Event, Failed, Finished, Rollou
 from rollplex.phases import Notify, Phase, PhaseMachine
 from rollplex.streams import LaneStreams
 from rollplex.timeline import PHASES, ROLLOUT_LANE, TRAIN_LANE, Timeline
-from rollplex.units import ACCUMULATING_KINDS, PREFILL_KINDS, PREFIX_KINDS, Unit, UnitId, UnitKind
+from rollplex.units import ORDERED_KINDS, PREFILL_KINDS, PREFIX_KINDS, Unit, UnitId, UnitKind
 
 
 @dataclass
@@ -30,14 +30,13 @@ class ScheduleState:
     drained: bool = False
     finished_groups: set[int] = field(default_factory=set)
     done: set[UnitId] = field(default_factory=set)
-    accumulate_order: list[UnitId] = field(default_factory=list)
-    """Units that add to gradients, in the order in which the serial schedule runs them."""
+    fixed_order: list[UnitId] = field(default_factory=list)
+    """Units whose order shows in the result, as the serial schedule runs them."""
 
     def is_next_in_order(self, unit: Unit) -> bool:
-        """True unless a gradient-accumulating unit would overtake an earlier one."""
-        if unit.kind not in ACCUMULATING_KINDS:
-            return True
-        return next(i for i in self.accumulate_order if i not in self.done) == unit.id
+        """True unless a unit of ORDERED_KINDS would overtake an earlier one of its sort."""
+        sort = next((kinds for kinds in ORDERED_KINDS if unit.kind in kinds), frozenset())
+        return next((i for i in self.fixed_order if i[0] in sort and i not in self.done), unit.id) == unit.id
 
 
 Opener = Callable[[Unit, ScheduleState], bool]
@@ -84,6 +83,13 @@ class Executor:
         self._notify = notify
         self._phase_start = 0.0
 
+    def reset(self) -> None:
+        """Back to the serial schedule, holding nothing of the last step."""
+        self.openers.clear()
+        self.reuse_prefill = False
+        self.held_bytes = lambda: 0
+        self.machine.reset()
+
     # ---- a step, phase by phase ----
 
     def rollout(
@@ -98,7 +104,8 @@ class Executor:
         response and returns the group's index when that group is now complete.
         """
         pending = _by_order(units)
-        state = ScheduleState(accumulate_order=[u.id for u in pending if u.kind in ACCUMULATING_KINDS])
+        ordered = frozenset().union(*ORDERED_KINDS)
+        state = ScheduleState(fixed_order=[u.id for u in pending if u.kind in ordered])
         self.admission.start_step()
         with self._guard():
             self.enter(Phase.ROLLOUT)
@@ -251,12 +258,14 @@ class Executor:
             raise UnitError(f"unit {unit} (groups {groups}) failed: {type(error).__name__}: {error}") from error
         finally:
             self.threads.co_running = False
+            self.threads.apply(TRAIN_LANE)
             end = time.perf_counter()
             self.timeline.add(TRAIN_LANE, unit.kind.value, start, end, index=unit.index, hidden=hidden, prefill=prefill)
         self.admission.measurements.add_unit(unit.kind.value, end - start, unit.work, hidden)
         if unit.kind in PREFIX_KINDS and (self.openers or self.reuse_prefill):
             grown = self.held_bytes() - held
-            self.admission.learn_bytes(str(unit), unit.kind.value, unit.work, unit.density, grown)
+            early = hidden or prefill
+            self.admission.learn_bytes(str(unit), unit.kind.value, unit.work, unit.density, grown, early=early)
         state.done.add(unit.id)
         self._notify("on_unit_end", unit)
 

@@ -77,7 +77,7 @@ class GRPOStep:
     """Most bytes of prefix state held at once on the device."""
     prefix_host_bytes_peak: int = 0
     prefixes_recomputed: int = 0
-    """Actor's prefix passes after the first update: those of the rollout's weights were out of date."""
+    """Prompts that the actor computed again after the first update: the rollout's weights were out of date."""
     failures: list[RewardFailure] = field(default_factory=list)
     totals: dict[int, StepTotals] = field(default_factory=dict)
     _advantages: dict[int, Advantages] = field(default_factory=dict)
@@ -201,12 +201,13 @@ class GRPOStep:
         self.prefix_bytes_peak = max(self.prefix_bytes_peak, self.held_bytes)
         on_host = sum(p.host_bytes for p in self._prefixes.values())
         self.prefix_host_bytes_peak = max(self.prefix_host_bytes_peak, on_host)
-        self.prefixes_recomputed += name == "act" and model.version > self._version
+        self.prefixes_recomputed += len(b.groups) if name == "act" and model.version > self._version else 0
 
     def _prefix_of(self, b: Bundle, name: str, model: SplitModel, rows: Sequence[tuple[int, int]]) -> PrefixState:
         """The bundle's shared prefix, or one of its own for each row."""
         if self.settings.share_prefix:
             return self._prefixes[name, b.index]
+        self.prefixes_recomputed += len(rows) if name == "act" and model.version > self._version else 0
         return model.prefix([self.prompts[g] for g, _ in rows], grad=name == "act")
 
     def _score_suffix(self, b: Bundle, name: str, model: SplitModel) -> None:

@@ -41,6 +41,10 @@ PREFILL_KINDS = frozenset({UnitKind.OLD_PREFIX, UnitKind.ACT_PREFIX})
 ACCUMULATING_KINDS = frozenset({UnitKind.ACT_SUFFIX, UnitKind.ACT_BACKWARD})
 """Units that add to parameter gradients: their order decides the rounding of the sums."""
 
+ORDERED_KINDS = (frozenset({UnitKind.REWARD}), ACCUMULATING_KINDS)
+"""Sorts of units whose order among themselves shows in the result: sums round, and rewards are the user's code, which
+may draw random numbers or keep state."""
+
 UnitId = tuple[UnitKind, int]
 
 

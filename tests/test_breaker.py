@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,14 +16,17 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from runs import PictureTask, run, same_bits, weights
 
 from rollplex import RollplexStrategy, Sample, lanes
-from rollplex.callbacks import GracefulStop, GroupStreaming
+from rollplex.callbacks import GracefulStop, GroupStreaming, PrefillReuse, PrefixOverlap
 from rollplex.data.records import Prompt, Request, SamplingParams
 from rollplex.engines.base import EngineContext
+from rollplex.engines.torch_engine import TorchEngine
 from rollplex.lanes import EngineError
 from rollplex.models.registry import load_hf
 from rollplex.models.tiny import build_tiny
 from rollplex.optim import MasterAdamW
+from rollplex.phases import PhaseCallback
 from rollplex.timeline import Timeline
+from rollplex.verify import verify
 
 
 class Stuck(FakeEngine):
@@ -295,3 +300,111 @@ def test_a_damaged_checkpoint_is_named(parity_folder, tmp_path):
 def test_log_probs_that_cannot_be_are_noticed(parity_folder, tmp_path, logps):
     with pytest.raises(AssertionError, match=r"response \(\d, \d\)"):
         run(parity_folder, tmp_path, engine=FakeEngine(lambda r: Scripted([65, 66], logps=logps)))
+
+
+# ---- what breaking the overlap schedules found ----
+
+
+def test_a_failed_run_leaves_no_schedule_behind(parity_folder, tmp_path):
+    class Break(PhaseCallback):
+        def on_unit_start(self, trainer, unit):
+            if unit.kind == "act_suffix":
+                raise RuntimeError("broken")
+
+    strategy = RollplexStrategy(admission="always")
+    callbacks = [PrefillReuse(), PrefixOverlap(), GroupStreaming(), Break()]
+    with pytest.raises(RuntimeError, match="broken"):
+        run(parity_folder, tmp_path, callbacks=callbacks, trainer={"strategy": strategy})
+    executor = strategy.colocation.executor
+    assert (executor.openers, executor.reuse_prefill, executor.held_bytes()) == ([], False, 0)
+    after = run(parity_folder, tmp_path, trainer={"strategy": strategy, "accelerator": "auto"})
+    assert all(out["metrics"]["time/reused"] == 0 == out["metrics"]["units_admitted"] for out in after.seen)
+
+
+def test_rewards_that_draw_random_numbers_stay_in_order(parity_folder, tmp_path):
+    class Drawn(PictureTask):
+        def __init__(self):
+            super().__init__(8, reward=lambda sample, response: float(torch.rand(())))
+
+    def train(callbacks):
+        task = Drawn()
+        stops = list("abcdefghijklmnopqrst")
+        return run(
+            parity_folder, tmp_path, task=task, callbacks=callbacks, max_completion_length=80, stop=stops, steps=3
+        )
+
+    serial = train([])
+    streamed = train([PrefixOverlap(), GroupStreaming(deterministic=True)])
+    assert same_bits(weights(serial), weights(streamed))
+    assert streamed.seen[1]["metrics"]["units_admitted"] > 4  # more than the prefixes
+
+
+def test_an_engine_whose_state_breaks_is_named_and_the_process_restored(parity_folder, tmp_path):
+    class Broken(TorchEngine):
+        calls = 0
+
+        @property
+        def progress(self):
+            self.calls += 1
+            if self.calls > 8:
+                raise OSError("progress is gone")
+            return super().progress
+
+    threads = torch.get_num_threads()
+    strategy = RollplexStrategy(Broken(), threads=2, admission="always")
+    with pytest.raises(EngineError, match="progress is gone"):
+        run(parity_folder, tmp_path, callbacks=[PrefixOverlap()], trainer={"strategy": strategy})
+    assert torch.get_num_threads() == threads
+
+
+def test_workers_have_all_cores_whoever_started_them(parity_folder, tmp_path):
+    strategy = RollplexStrategy(threads=2, pin_cores=True, admission="always")
+    module = run(
+        parity_folder, tmp_path, task=PictureTask(8, reward=cores_available), reward_workers=1,
+        callbacks=[PrefixOverlap(), GroupStreaming()], trainer={"strategy": strategy}, max_completion_length=16,
+    )  # fmt: skip
+    assert {out["metrics"]["reward"] for out in module.seen} == {float(len(os.sched_getaffinity(0)))}
+
+
+def cores_available(sample, response) -> float:
+    return float(len(os.sched_getaffinity(0)))
+
+
+def test_a_late_row_above_the_budget_runs_after_the_rollout(parity_folder, tmp_path):
+    task = PictureTask(8)
+    normal, last = task.samples("train"), 0
+    normal[last] = Sample("big", {"sizes": [(280, 280)] * 2, "number": 1})
+    task.samples = lambda split: normal
+    plain = run(parity_folder, tmp_path, task=task)
+    budget = int(0.5 * max(out["metrics"]["prefix_bytes"] for out in plain.seen))
+    strategy = RollplexStrategy(prefix_budget_bytes=budget, admission="always")
+    order = [i for i, out in enumerate(plain.seen) if any(g.prompt.sample.id == "big" for g in out["groups"])]
+    assert order == [1], "the test needs the big row in the second rollout: choose another data seed"
+    late = run(parity_folder, tmp_path, task=task, callbacks=[PrefixOverlap()], trainer={"strategy": strategy})
+    assert same_bits(weights(plain), weights(late))
+
+
+def test_budget_is_a_whole_number():
+    for wrong in ("5", 2.5, 0):
+        with pytest.raises(ValueError, match="must be a whole number above 0"):
+            RollplexStrategy(prefix_budget_bytes=wrong)
+
+
+def test_streaming_twice_is_refused(parity_folder, tmp_path):
+    with pytest.raises(ValueError, match="GroupStreaming is listed twice"):
+        run(parity_folder, tmp_path, callbacks=[PrefixOverlap(), GroupStreaming(True), GroupStreaming(False)])
+
+
+def test_verify_leaves_out_what_the_engine_cannot_do(parity_folder, tmp_path, capsys):
+    text = (Path(__file__).parent.parent / "configs" / "digits_cpu.yaml").read_text()
+    text = text.replace("models/tiny-digits", str(parity_folder))
+    text = text.replace("rollplex.engines.torch_engine.TorchEngine", "test_breaker.OwnCache")
+    (tmp_path / "c.yaml").write_text(text)
+    options = ["--steps", "1", "--batch_size", "4", "--model.init_args.num_generations", "2"]
+    assert verify(["--config", str(tmp_path / "c.yaml"), *options]) == 0
+    out = capsys.readouterr().out
+    assert "the engine keeps a K/V cache of its own: streaming, prefill reused" in out
+
+
+class OwnCache(TorchEngine):
+    takes_prefix = False

@@ -19,17 +19,22 @@ import torch
 
 from rollplex.rewards.outcome import Outcome, TimeLimit, call_reward, describe
 
+HOME_CORES = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set[int]()
+"""Cores that this process might use when it started."""
+
 GRACE = 5.0
 """Seconds past the time limit after which the kernel ends a worker whose parent did not."""
 
 
-def worker_main(conn: Connection, task_bytes: bytes, timeout: float | None) -> None:
+def worker_main(conn: Connection, task_bytes: bytes, timeout: float | None, cores: set[int]) -> None:
     """Body of the process. It ends when the pipe closes or the parent is gone."""
     # Ctrl-C and a scheduler's SIGTERM reach the whole process group; the parent decides, and may want these rewards
     # for the step it finishes before it saves.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores)  # a lane's share of them may be what the thread that started it had
     torch.set_num_threads(1)  # the cores belong to the trainer; parallelism is the number of workers
     try:
         task = pickle.loads(task_bytes)
@@ -81,7 +86,7 @@ class Worker:
         self.conn, child = context.Pipe()
         # daemon: the interpreter must not wait for it at exit.
         self.process = context.Process(
-            target=worker_main, args=(child, task_bytes, timeout), name="rollplex-reward", daemon=True
+            target=worker_main, args=(child, task_bytes, timeout, HOME_CORES), name="rollplex-reward", daemon=True
         )
         self.process.start()
         child.close()
