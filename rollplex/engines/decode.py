@@ -18,11 +18,17 @@ import torch
 from torch import Tensor
 
 from rollplex.data.records import Request
+from rollplex.engines.rows import RowTable
 from rollplex.models.attention import fold, merge_parts, part_forward, unfold
 from rollplex.models.prefix import PrefixState
+from rollplex.models.split_model import SplitModel
 
 FIRST_CAPACITY = 8
 """Own tokens a row has room for at first; doubled when a row outgrows it."""
+
+
+def kv_bytes(kv: Sequence[tuple[Tensor, Tensor]]) -> int:
+    return sum(t.numel() * t.element_size() for pair in kv for t in pair)
 
 
 class Bundle:
@@ -38,7 +44,7 @@ class Bundle:
 
     @property
     def nbytes(self) -> int:
-        return sum(t.numel() * t.element_size() for pair in self.kv for t in pair)
+        return kv_bytes(self.kv)
 
     def shrink(self) -> np.ndarray | None:
         """Free the K/V of finished groups once they are half of the bundle (each shrink copies what stays).
@@ -143,21 +149,24 @@ class Layout:
     """(N,) int64: where a row's result stands in the parts' results, concatenated. None: in order."""
 
 
+def by_group(rows: np.ndarray, group_N: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rows of one bundle, ascending, put group by group: (rows, their groups, their numbers within their group)."""
+    order = np.argsort(group_N[rows], kind="stable")
+    rows = rows[order]
+    group = group_N[rows]
+    return rows, group, np.arange(len(rows)) - np.searchsorted(group, group)
+
+
 def make_layout(bundles: Sequence[Bundle], bundle_N: np.ndarray, group_N: np.ndarray, device: torch.device) -> Layout:
     """bundle_N and group_N (index in the bundle) int64 per row."""
     n = len(bundle_N)
     place_N = np.empty(n, dtype=np.int64)
     parts, base = [], 0
     for b, bundle in enumerate(bundles):
-        rows = np.flatnonzero(bundle_N == b)
+        rows, group, rank = by_group(np.flatnonzero(bundle_N == b), group_N)
         if not len(rows):
             continue
-        groups = len(bundle.groups)
-        order = np.argsort(group_N[rows], kind="stable")
-        rows, group = rows[order], group_N[rows][order]
-        counts = np.bincount(group, minlength=groups)
-        most = int(counts.max())
-        rank = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+        groups, most = len(bundle.groups), int(rank.max()) + 1
         slots = np.full((groups, most), rows[0], dtype=np.int64)
         slots[group, rank] = rows
         place_N[rows] = base + group * most + rank
@@ -166,6 +175,16 @@ def make_layout(bundles: Sequence[Bundle], bundle_N: np.ndarray, group_N: np.nda
         parts.append(BundlePart(bundle, None if in_order else torch.from_numpy(slots.ravel()).to(device)))
     ordered = base == n and bool((place_N == np.arange(n)).all())
     return Layout(tuple(parts), None if ordered else torch.from_numpy(place_N).to(device))
+
+
+def masked_part(
+    q_Nkrd: Tensor, k_NkTd: Tensor, v_NkTd: Tensor, hidden_NT: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attention of q to the tokens that hidden_NT (bool) does not hide, one at least: out, lse (N, k, r) float32."""
+    scores = (q_Nkrd.float() @ k_NkTd.float().transpose(-1, -2)) * scale
+    scores = scores.masked_fill(hidden_NT[:, None, None], -torch.inf)
+    lse = torch.logsumexp(scores, dim=-1)
+    return torch.exp(scores - lse.unsqueeze(-1)).to(v_NkTd.dtype) @ v_NkTd, lse
 
 
 class DecodeStep:
@@ -213,11 +232,7 @@ class DecodeStep:
             return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 q_Nkrd, k_NkTd, v_NkTd, 0.0, False, attn_mask=self.bias, scale=scale
             )
-        # CUDA's flash kernel takes no mask.
-        scores = (q_Nkrd.float() @ k_NkTd.float().transpose(-1, -2)) * scale
-        scores = scores.masked_fill(self.hidden_NT[:, None, None], -torch.inf)
-        lse = torch.logsumexp(scores, dim=-1)
-        return torch.exp(scores - lse.unsqueeze(-1)).to(v_NkTd.dtype) @ v_NkTd, lse
+        return masked_part(q_Nkrd, k_NkTd, v_NkTd, self.hidden_NT, scale)  # CUDA's flash kernel takes no mask
 
     def _prompt_part(self, layer: int, q_Nh1d: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """out (N, h, d), lse (N, h)."""
@@ -234,3 +249,17 @@ class DecodeStep:
         if self.layout.place_N is not None:
             out, lse = out[self.layout.place_N], lse[self.layout.place_N]
         return out, lse
+
+
+def decode_step(
+    model: SplitModel, rows: RowTable, layout: Layout, own: OwnKV, kv: list[tuple[Tensor, Tensor]], most_rows: int
+) -> Tensor:
+    """Hidden states (n, H) of the rows' newest tokens. kv: any bundle's, for its shapes."""
+    n, device = rows.n, kv[0][0].device
+    written_N = rows.length[:n] - 1
+    longest = int(rows.limit[:n].max()) - 1
+    own.ensure(len(kv), n, int(written_N.max()) + 1, most_rows, longest, kv[0][0])
+    state = DecodeStep(layout, own, written_N, device)
+    ids_N1 = torch.from_numpy(rows.last_ids()).to(device).unsqueeze(1)
+    position_N1 = torch.from_numpy(rows.start[:n] + written_N).to(device).unsqueeze(1)
+    return model.run_text(model.embed(ids_N1), position_N1.expand(3, n, 1), state)[:, 0]

@@ -1,6 +1,6 @@
 """Host-side book-keeping of the rows that decode: a dense table, slots 0..n-1, retired rows filled from the end.
 
-Shape legend: n rows in use, N rows of room, C room in tokens, M rows of one call.
+Shape legend: n rows in use, N rows of room, C room in tokens, M rows of one call, V vocabulary.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from rollplex.data.records import FinishReason, Request, Rollout
+from rollplex.data.records import FinishReason, Prompt, Request, Rollout
 from rollplex.engines.sampling import seed_array
 
 
@@ -103,3 +104,38 @@ class RowTable:
             new = np.zeros((rows, tokens) if old.ndim == 2 else rows, old.dtype)
             new[tuple(slice(0, s) for s in old.shape)] = old
             setattr(self, name, new)
+
+
+def empty_rollout(request: Request, version: int) -> Rollout:
+    """What a request that never became a row gives when it is aborted."""
+    nothing = torch.zeros(0, dtype=torch.int64)
+    return Rollout(request.group, request.index, nothing, nothing.float(), "", "abort", version)
+
+
+class SeenTokens:
+    """Which tokens stand in prompt and response, of the rows whose repetition penalty asks for it."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, Tensor] = {}
+
+    def add(self, slot: int, prompt: Prompt, vocabulary: int, device: torch.device) -> None:
+        seen_V = torch.zeros(vocabulary, dtype=torch.bool)
+        seen_V[prompt.input_ids] = True
+        self._of[slot] = seen_V.to(device)
+
+    def append(self, slots: np.ndarray, ids_M: np.ndarray) -> None:
+        for i, slot in enumerate(slots.tolist() if self._of else ()):
+            if slot in self._of:
+                self._of[slot][ids_M[i]] = True
+
+    def retire(self, gone: np.ndarray, holes: np.ndarray, movers: np.ndarray) -> None:
+        """As `RowTable.retire`, which gives holes and movers."""
+        for slot in gone.tolist() if self._of else ():
+            self._of.pop(slot, None)
+        for hole, mover in zip(holes.tolist(), movers.tolist(), strict=True):
+            if mover in self._of:
+                self._of[hole] = self._of.pop(mover)
+
+    def of(self, slots: np.ndarray) -> Tensor:
+        """(M, V) bool."""
+        return torch.stack([self._of[slot] for slot in slots.tolist()])

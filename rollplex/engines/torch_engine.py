@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -19,8 +19,9 @@ from torch import Tensor
 
 from rollplex.data.records import FinishReason, Request, Rollout, SamplingParams
 from rollplex.engines.base import EngineContext, RolloutEngine, WindowState
-from rollplex.engines.decode import Bundle, DecodeStep, Layout, OwnKV, make_layout
-from rollplex.engines.rows import RowTable
+from rollplex.engines.decode import Bundle, Layout, OwnKV, decode_step, kv_bytes, make_layout
+from rollplex.engines.graph_decode import GraphDecode
+from rollplex.engines.rows import RowTable, SeenTokens, empty_rollout
 from rollplex.engines.sampling import RuleBook, check_params, sample
 from rollplex.engines.text import Detokenizer
 from rollplex.engines.waiting import WaitingGroups
@@ -34,16 +35,22 @@ class TorchEngine(RolloutEngine):
     """Decodes with the trainer's weights in the trainer's process.
 
     max_num_seqs: rows decoded at once, over all groups. max_prefill_tokens: prompt tokens prefilled in one step (a
-    longer prompt is prefilled alone, and prompts of one prefix pass stay together).
+    longer prompt is prefilled alone, and prompts of one prefix pass stay together). cuda_graphs: decode with steps of
+    fixed shapes that CUDA replays as one graph each (engines/graph_decode.py); "eager" runs these steps without a
+    graph, on any device. Either gives own K/V room for the longest response allowed at once.
 
     The model's vision placeholder tokens are never sampled, whatever a request says.
     """
 
     takes_prefix = True
 
-    def __init__(self, *, max_num_seqs: int = 256, max_prefill_tokens: int = 8192) -> None:
+    def __init__(
+        self, *, max_num_seqs: int = 256, max_prefill_tokens: int = 8192, cuda_graphs: bool | Literal["eager"] = False
+    ) -> None:
         if max_num_seqs < 1 or max_prefill_tokens < 1:
             raise ValueError(f"{max_num_seqs=} and {max_prefill_tokens=} must be at least 1")
+        if cuda_graphs not in (False, True, "eager"):
+            raise ValueError(f'{cuda_graphs=} must be true, false or "eager"')
         self.max_num_seqs = max_num_seqs
         self.max_prefill_tokens = max_prefill_tokens
         self.decode_steps = 0
@@ -57,6 +64,8 @@ class TorchEngine(RolloutEngine):
         self._context: EngineContext | None = None
         self._model: SplitModel | None = None
         self._own = OwnKV()
+        self._fixed_shapes = bool(cuda_graphs)
+        self._graphs = GraphDecode(capture=cuda_graphs is True)
         self._clear()
 
     def _clear(self) -> None:
@@ -66,12 +75,16 @@ class TorchEngine(RolloutEngine):
         self._rows = RowTable()
         self._rules = RuleBook((), 0, torch.device("cpu"))
         self._layout: Layout | None = None
-        self._seen: dict[int, Tensor] = {}
+        self._seen = SeenTokens()
+        self._graphs.drop()
 
     # ---- protocol ----
 
     def start(self, context: EngineContext) -> None:
         assert self._model is None, "the engine was started already"
+        device = context.model.device
+        if self._graphs.capture and device.type != "cuda":
+            raise ValueError(f"cuda_graphs=True needs a CUDA device, and the model is on {device}: set it to false")
         self._detokenizer = Detokenizer(getattr(context.processor, "tokenizer", context.processor))
         self._model = context.model.alias()
         self._context = context
@@ -129,10 +142,7 @@ class TorchEngine(RolloutEngine):
     def abort(self) -> list[Rollout]:
         rollouts = [self._rollout(slot, "abort") for slot in range(self._rows.n)]
         unborn = [r for _, _, r in self._admissible] + [r for group in self._waiting for r in group]
-        nothing = torch.zeros(0, dtype=torch.int64)
-        rollouts += [
-            Rollout(r.group, r.index, nothing.clone(), nothing.float(), "", "abort", self._version) for r in unborn
-        ]
+        rollouts += [empty_rollout(r, self._version) for r in unborn]
         self._clear()
         return rollouts
 
@@ -140,11 +150,13 @@ class TorchEngine(RolloutEngine):
         assert self.window is WindowState.IDLE, "weights may change only between rollouts"
         model, source = self._started, self._source
         if not model.shares_storage_with(source):
+            self._graphs.drop()  # it reads the old addresses
             model.bind(source)
         self._version = model.version = version
 
     def release_kv(self) -> int:
         assert self.window is WindowState.IDLE, "K/V may be released only between rollouts"
+        self._graphs.drop()
         return self._own.release()
 
     def restore_kv(self) -> int:
@@ -158,7 +170,16 @@ class TorchEngine(RolloutEngine):
     @property
     def prompt_kv_bytes(self) -> int:
         """Bytes of the prompts' K/V held now."""
-        return sum(b.nbytes for b in self._bundles)
+        held = [b.kv for b in self._bundles] + self._graphs.held_kv
+        return sum(kv_bytes(kv) for kv in {id(kv): kv for kv in held}.values())
+
+    @property
+    def graph_captures(self) -> int:  # GraphDecode says what these count
+        return self._graphs.captures
+
+    @property
+    def graph_replays(self) -> int:
+        return self._graphs.replays
 
     @property
     def _started(self) -> SplitModel:
@@ -216,7 +237,7 @@ class TorchEngine(RolloutEngine):
         slots = self._rows.admit(requests, start, rules, self._bundles.index(bundle), groups)
         for slot, request in zip(slots.tolist(), requests, strict=True):
             if request.params.repetition_penalty != 1:
-                self._seen[slot] = self._prompt_tokens(request)
+                self._seen.add(slot, request.prompt, self._started.head_weight.shape[0], self._device)
         self._layout = None
         unique, index = np.unique(groups, return_inverse=True)
         logits_UV = self._logits(bundle.last_hidden_BH[torch.from_numpy(unique).to(self._device)])
@@ -226,21 +247,21 @@ class TorchEngine(RolloutEngine):
     # ---- decode ----
 
     def _decode(self) -> list[Rollout]:
-        rows, model, device = self._rows, self._started, self._device
-        n = rows.n
-        if self._layout is None:
-            self._layout = make_layout(self._bundles, rows.bundle[:n], rows.group[:n], device)
-        written_N = rows.length[:n] - 1
-        kv = self._bundles[0].kv
-        longest = int(rows.limit[:n].max()) - 1
-        self._own.ensure(len(kv), n, int(written_N.max()) + 1, self.max_num_seqs, longest, kv[0][0])
-        state = DecodeStep(self._layout, self._own, written_N, device)
-        ids_N1 = torch.from_numpy(rows.last_ids()).to(device).unsqueeze(1)
-        position_N1 = torch.from_numpy(rows.start[:n] + written_N).to(device).unsqueeze(1)
-        hidden_NH = model.run_text(model.embed(ids_N1), position_N1.expand(3, n, 1), state)[:, 0]
+        rows, model, graphs = self._rows, self._started, self._graphs
+        if not self._fixed_shapes:
+            if self._layout is None:
+                self._layout = make_layout(self._bundles, rows.bundle[: rows.n], rows.group[: rows.n], self._device)
+            hidden_NH = decode_step(model, rows, self._layout, self._own, self._bundles[0].kv, self.max_num_seqs)
+        else:
+            if not graphs.holds(rows, self._bundles, self._own, more=bool(self._waiting)):
+                graphs.forget()
+                for bundle in self._bundles:
+                    self._shrink(bundle)
+                graphs.build(model, rows, self._bundles, self._own)
+            hidden_NH = graphs.step(model, rows, self._bundles)
         self.decode_steps += 1
-        self.decoded_rows += n
-        return self._sample(np.arange(n), lambda chunk: self._logits(hidden_NH[chunk]))
+        self.decoded_rows += rows.n
+        return self._sample(np.arange(rows.n), lambda chunk: self._logits(hidden_NH[chunk]))
 
     def _logits(self, hidden_UH: Tensor) -> Tensor:
         return torch.nn.functional.linear(hidden_UH, self._started.head_weight).float()
@@ -258,7 +279,7 @@ class TorchEngine(RolloutEngine):
                 part = slots[chunk]
                 everything = len(chunk) == len(slots)
                 logits_MV = logits_of(slice(None) if everything else torch.from_numpy(chunk).to(self._device))
-                seen = self._seen_of(part, rule)
+                seen = self._seen.of(part) if self._rules[rule].params.repetition_penalty != 1 else None
                 ids, logps = sample(logits_MV, self._rules[rule], rows.seed[part], rows.length[part], seen)
                 ids_M[chunk], logps_M[chunk] = ids.cpu().numpy(), logps.cpu().numpy()
         if not np.isfinite(logps_M).all():
@@ -268,9 +289,7 @@ class TorchEngine(RolloutEngine):
                 f"{int(rows.length[slot])} (weights version {self._version})"
             )
         rows.append(slots, ids_M, logps_M)
-        for i, slot in enumerate(slots.tolist() if self._seen else ()):
-            if slot in self._seen:
-                self._seen[slot][ids_M[i]] = True
+        self._seen.append(slots, ids_M)
         return self._retire(slots, ids_M)
 
     # ---- the end of a row ----
@@ -297,12 +316,7 @@ class TorchEngine(RolloutEngine):
             self._bundles[bundle].unfinished_B[group] -= 1
         holes, movers = rows.retire(np.sort(gone))
         self._own.move(holes, movers, int(rows.length[: rows.n].max(initial=1)) - 1)
-        if self._seen:
-            for slot in gone.tolist():
-                self._seen.pop(slot, None)
-            for hole, mover in zip(holes.tolist(), movers.tolist(), strict=True):
-                if mover in self._seen:
-                    self._seen[hole] = self._seen.pop(mover)
+        self._seen.retire(gone, holes, movers)
         self._drop_finished_groups(bundles)
         return finished
 
@@ -322,19 +336,15 @@ class TorchEngine(RolloutEngine):
                 del self._bundles[index]
                 rows.bundle[rows.bundle > index] -= 1
                 continue
-            moved = bundle.shrink()
-            if moved is not None:
-                self._admissible = deque((b, int(moved[g]) if b is bundle else g, r) for b, g, r in self._admissible)
-                mine = np.flatnonzero(rows.bundle[: rows.n] == index)
-                rows.group[mine] = moved[rows.group[mine]]
+            if not self._fixed_shapes:  # a graph's K/V must stay where it is
+                self._shrink(bundle)
+        if not self._bundles:
+            self._graphs.forget()
 
-    def _prompt_tokens(self, request: Request) -> Tensor:
-        """(V,) bool: the tokens of the request's prompt, for the repetition penalty."""
-        seen_V = torch.zeros(self._started.head_weight.shape[0], dtype=torch.bool)
-        seen_V[request.prompt.input_ids] = True
-        return seen_V.to(self._device)
-
-    def _seen_of(self, slots: np.ndarray, rule: int) -> Tensor | None:
-        if self._rules[rule].params.repetition_penalty == 1:
-            return None
-        return torch.stack([self._seen[slot] for slot in slots.tolist()])
+    def _shrink(self, bundle: Bundle) -> None:
+        """Free the K/V of a bundle's finished groups once that pays."""
+        rows, moved = self._rows, bundle.shrink()
+        if moved is not None:
+            self._admissible = deque((b, int(moved[g]) if b is bundle else g, r) for b, g, r in self._admissible)
+            mine = np.flatnonzero(rows.bundle[: rows.n] == self._bundles.index(bundle))
+            rows.group[mine] = moved[rows.group[mine]]
