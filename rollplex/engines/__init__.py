@@ -1,6 +1,7 @@
-"""What generates responses. `VLLMEngine` is imported from its own file, so vLLM is needed only where it is used."""
+"""What generates responses. vLLM itself is imported only when a `VLLMEngine` starts."""
 
 from rollplex.engines.base import EngineContext, RolloutEngine, WindowState
 from rollplex.engines.torch_engine import TorchEngine
+from rollplex.engines.vllm_engine import VLLMEngine
 
-__all__ = ["EngineContext", "RolloutEngine", "TorchEngine", "WindowState"]
+__all__ = ["EngineContext", "RolloutEngine", "TorchEngine", "VLLMEngine", "WindowState"]

