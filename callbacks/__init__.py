@@ -8,6 +8,7 @@ from rollplex.callbacks.prefill_reuse import PrefillReuse
 from rollplex.callbacks.prefix_overlap import PrefixOverlap
 from rollplex.callbacks.progress import PhaseProgressBar
 from rollplex.callbacks.rollout_logger import RolloutLogger
+from rollplex.callbacks.shared_weights import SharedWeights
 from rollplex.callbacks.timeline_logger import TimelineLogger
 
 __all__ = [
@@ -19,5 +20,6 @@ __all__ = [
     "PrefillReuse",
     "PrefixOverlap",
     "RolloutLogger",
+    "SharedWeights",
     "TimelineLogger",
 ]

@@ -19,11 +19,13 @@ from helpers import make_prompt, picture
 from runs import run as train
 from runs import same_bits, weights
 
-from rollplex.callbacks import GroupStreaming, PrefixOverlap
+from rollplex.callbacks import GroupStreaming, PrefixOverlap, SharedWeights
 from rollplex.data.records import Request, Rollout, SamplingParams
 from rollplex.engines import EngineContext, TorchEngine, VLLMEngine, WindowState
 from rollplex.engines import vllm_patches as patches
 from rollplex.engines.sampling import RuleBook, support
+from rollplex.engines.vllm_sharing import SharedWeights as Sharing
+from rollplex.engines.vllm_sharing import whole_views
 from rollplex.models.qwen2_5_vl import Qwen2_5VL
 from rollplex.models.tiny import build_tiny_in_memory
 
@@ -462,6 +464,83 @@ def test_logits_that_are_not_finite_name_the_row(actor, engine, prompts):
             weight.copy_(before)
 
 
+# ---- shared weights --------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def sharing(actor, processor, views=whole_views):
+    engine = VLLMEngine(**SETTINGS)
+    engine.bind(Sharing(views))
+    try:
+        engine.start(EngineContext(model=actor, processor=processor, device=CPU))
+        yield engine
+    finally:
+        engine.close()
+
+
+def storages(parameters) -> dict[int, int]:
+    """Address -> bytes of everything the parameters are kept in."""
+    return {s.data_ptr(): s.nbytes() for s in (p.untyped_storage() for p in parameters) if s.nbytes()}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_share_01_one_copy_of_every_weight(tiny_processor, prompts, tied):
+    actor = Qwen2_5VL(build_tiny_in_memory(init_std=0.1, seed=1, tie_word_embeddings=tied)[0].train())
+    requests = requests_for(prompts, SamplingParams(max_tokens=12, temperature=0))
+    with sharing(actor, tiny_processor) as engine:
+        ours, theirs = storages(actor.hf.parameters()), storages(vllm_model(engine).parameters())
+        assert len(theirs) > 30 and theirs.items() <= ours.items()  # nothing of its own
+        pointers = [p.data_ptr() for p in vllm_model(engine).parameters()]
+        for version in range(1, 4):
+            with torch.no_grad():
+                for p in actor.hf.parameters():
+                    p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(version)) * 0.03)
+            engine.publish(version)
+            assert engine.copied_bytes == 0
+            got = run(engine, requests)
+            for b, p in enumerate(prompts):
+                assert got[b, 0].token_ids.tolist() == generate(actor.hf, p, 12)
+            assert max(wrong(actor, prompts, got)) < 1e-5
+        assert [p.data_ptr() for p in vllm_model(engine).parameters()] == pointers
+
+
+def test_share_02_weights_that_moved_are_found_before_the_rollout(actor, tiny_processor, prompts):
+    requests = requests_for(prompts[:1], SamplingParams(max_tokens=2))
+    with sharing(actor, tiny_processor) as engine:
+        run(engine, requests)
+        for parameter in (
+            actor.hf.model.language_model.layers[0].self_attn.k_proj.weight,  # one block of several
+            actor.hf.model.language_model.norm.weight,
+            vllm_model(engine).visual.merger.mlp[0].bias,
+        ):
+            before = parameter.data
+            parameter.data = before.clone()
+            with pytest.raises(RuntimeError, match="1 weights are no longer shared"):
+                engine.submit(requests)
+            parameter.data = before
+        run(engine, requests)
+
+
+def test_share_03_what_does_not_fit_is_refused(actor, tiny_processor):
+    def with_one(change):
+        def views(model, source):
+            found = whole_views(model, source)
+            change(found)
+            return found
+
+        return views
+
+    name = "language_model.model.layers.0.mlp.gate_up_proj.weight"
+    norm = "language_model.model.norm.weight"
+    for change, message in (
+        (lambda f: f.update({name: f[name][:1]}), "no place for model.language_model.layers.0.mlp.up_proj.weight"),
+        (lambda f: f.update({norm: (f[norm][0][:5],)}), norm),
+        (lambda f: f.update({norm: (f[norm][0].double(),)}), "no place for model.language_model.norm.weight"),
+    ):
+        with pytest.raises(ValueError, match=message), sharing(actor, tiny_processor, with_one(change)):
+            pass
+
+
 # ---- KV memory -------------------------------------------------------------------------------------------------------
 
 
@@ -563,11 +642,13 @@ def serial(parity_folder, tmp_path_factory):
     [
         lambda: [PrefixOverlap()],
         lambda: [PrefixOverlap(), GroupStreaming(deterministic=True)],
+        lambda: [SharedWeights()],
+        lambda: [SharedWeights(), PrefixOverlap(), GroupStreaming(deterministic=True)],
     ],
-    ids=["overlap", "streaming"],
+    ids=["overlap", "streaming", "shared", "shared streaming"],
 )
 def test_exact_01_schedules_train_the_same_weights(parity_folder, tmp_path, serial, callbacks):
-    """3 updates, bit for bit."""
+    """3 updates, bit for bit, with a copy of the weights or none."""
     module = fit(parity_folder, tmp_path, callbacks())
     trained, groups = serial
     assert same_bits(weights(module), trained)
@@ -602,3 +683,8 @@ def test_ratio_is_one_after_every_update(serial, parity_folder, tmp_path):
     )
     assert len(errors) == 3 * 4 * 4 and max(errors) < 1e-5
     assert same_bits(weights(module), serial[0])
+
+
+def test_shared_weights_are_for_vllm(parity_folder, tmp_path):
+    with pytest.raises(ValueError, match="TorchEngine"):
+        train(parity_folder, tmp_path, engine=TorchEngine(), callbacks=[SharedWeights()])

@@ -97,7 +97,7 @@ class VLLMEngine(RolloutEngine):
         self._ids = itertools.count()
 
     def bind(self, weights: WeightBinding) -> None:
-        """Get weights by another way than a full copy after each update; before the start."""
+        """Get weights by another way than a full copy after each update: before the start, until the close."""
         assert self._engine is None, "weights can be bound only before the engine starts"
         self._weights = weights
 
@@ -184,6 +184,7 @@ class VLLMEngine(RolloutEngine):
 
     def close(self) -> None:
         engine, self._engine = self._engine, None
+        self._weights = CopiedWeights()
         self._clear()
         if engine is not None:
             vllm_patches.shut_down(engine, owns_distributed=self._owns_distributed)

@@ -1,0 +1,26 @@
+"""One copy of the weights for trainer and vLLM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rollplex.engines import VLLMEngine
+from rollplex.engines.vllm_sharing import SharedWeights as Sharing
+from rollplex.phases import PhaseCallback
+
+
+class SharedWeights(PhaseCallback):
+    """vLLM computes with the trainer's tensors in place: no second copy in memory, nothing copied after an update.
+
+    The addresses are verified before each rollout; caches are reset and the version raised after each update as ever.
+    Take the callback out of the list and the engine gets weights of its own, copied after each update: the same tokens.
+    """
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        engine = pl_module.colocation.engine
+        if not isinstance(engine, VLLMEngine):
+            raise ValueError(
+                f"SharedWeights is for VLLMEngine, but the engine is a {type(engine).__name__}: take the callback out "
+                "(TorchEngine decodes on the trainer's tensors anyway)"
+            )
+        engine.bind(Sharing())  # until the engine is closed; the strategy starts it after it has placed the model

@@ -1,0 +1,135 @@
+"""vLLM on the trainer's own tensors: no second copy of any weight, nothing to copy after an update.
+
+A parameter of vLLM's that is one tensor of the trainer's (or a view of one) is bound to it. One that vLLM fuses from
+several (query, key and value; gate and up) becomes as many matrix products, over the trainer's tensors in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rollplex.models.split_model import SplitModel
+
+Views = Mapping[str, tuple[Tensor, ...]]
+"""vLLM's parameter name -> what it is made of, in order along the rows; all are views of the trainer's storage."""
+
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+PREFIXES = {
+    "language_model.model.": "model.language_model.",
+    "language_model.lm_head.": "lm_head.",
+    "visual.": "model.visual.",
+}
+"""vLLM's names -> transformers', for the Qwen-VL families."""
+
+
+def whole_views(model: nn.Module, source: SplitModel) -> dict[str, tuple[Tensor, ...]]:
+    """For an engine that is not split over devices: every parameter is one or more whole tensors of the trainer's."""
+    tensors = {name: p.detach() for name, p in source.hf.named_parameters(remove_duplicate=False)}
+    found = {}
+    for name, _ in model.named_parameters():
+        sources = _sources(name)
+        unknown = [s for s in sources if s not in tensors]
+        if unknown:
+            raise ValueError(f"weights cannot be shared: the trainer has no {', '.join(unknown)} for vLLM's {name}")
+        found[name] = tuple(tensors[s] for s in sources)
+    return found
+
+
+def _sources(name: str) -> list[str]:
+    """transformers' names of what vLLM's parameter `name` is made of."""
+    for ours, theirs in PREFIXES.items():
+        if name.startswith(ours):
+            name = theirs + name.removeprefix(ours)
+            break
+    owner, _, kind = name.rpartition(".")
+    parent, dot, module = owner.rpartition(".")
+    return [f"{parent}{dot}{part}.{kind}" for part in FUSED.get(module, (module,))]
+
+
+class SharedWeights:
+    """A `WeightBinding` (see vllm_weights) that copies nothing."""
+
+    def __init__(self, views: Callable[[nn.Module, SplitModel], Views] = whole_views) -> None:
+        """views: what each parameter is made of, from vLLM's model and the trainer's."""
+        self._views_of = views
+        self._bound: dict[str, tuple[Tensor, ...]] = {}
+
+    def place(self, model: nn.Module, source: SplitModel) -> int:
+        self._model, self._source = model, source
+        self._views = self._views_of(model, source)
+        self._bound = {}
+        used = {v.untyped_storage().data_ptr() for views in self._views.values() for v in views}
+        unused = [n for n, p in source.hf.named_parameters() if p.untyped_storage().data_ptr() not in used]
+        if unused:
+            raise ValueError(f"weights cannot be shared: vLLM's model has no place for {', '.join(unused)}")
+        fused: dict[str, dict[str, tuple[Tensor, ...]]] = {}
+        modules = dict(model.named_modules())
+        for name, parameter in model.named_parameters():
+            views = self._views[name]
+            module, _, kind = name.rpartition(".")
+            _check_shape(name, parameter, views, modules[module])
+            if len(views) == 1:
+                parameter.data = views[0]
+            else:
+                fused.setdefault(module, {})[kind] = views
+                parameter.data = views[0].new_empty(0)
+            self._bound[name] = views
+        for name, parts in fused.items():
+            _read_blocks(modules[name], parts["weight"], parts.get("bias"))
+        return 0
+
+    def refresh(self) -> int:
+        return 0  # the optimizer wrote where the engine reads
+
+    def verify(self) -> None:
+        """Every address is still the trainer's, and the engine's."""
+        now = self._views_of(self._model, self._source)
+        moved = [n for n, views in self._bound.items() if _pointers(views) != _pointers(now[n])]
+        engine = dict(self._model.named_parameters())
+        moved += [n for n, v in self._bound.items() if len(v) == 1 and engine[n].data_ptr() != v[0].data_ptr()]
+        if moved:
+            raise RuntimeError(
+                f"{len(moved)} weights are no longer shared (first: {moved[0]}): something gave the trainer's or the "
+                "engine's parameters new storage after the engine had started. Update parameters in place only"
+            )
+
+
+def _pointers(views: tuple[Tensor, ...]) -> list[tuple[int, tuple[int, ...]]]:
+    return [(v.data_ptr(), tuple(v.shape)) for v in views]
+
+
+def _check_shape(name: str, parameter: Tensor, views: tuple[Tensor, ...], module: nn.Module) -> None:
+    """Rows add up. The rows that vLLM pads a vocabulary with are never looked up, and their logits are cut off."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    rows, rest = sum(v.shape[0] for v in views), {tuple(v.shape[1:]) for v in views}
+    wanted = module.org_vocab_size if isinstance(module, VocabParallelEmbedding) else parameter.shape[0]
+    if rows != wanted or rest != {tuple(parameter.shape[1:])}:
+        shapes = [tuple(v.shape) for v in views]
+        raise ValueError(
+            f"weights cannot be shared: vLLM's {name} is {tuple(parameter.shape)}, the trainer has {shapes}"
+        )
+    if any(v.dtype != parameter.dtype for v in views):
+        raise ValueError(
+            f"weights cannot be shared: vLLM's {name} is {parameter.dtype}, the trainer's {views[0].dtype}"
+        )
+
+
+def _read_blocks(layer: Any, weights: tuple[Tensor, ...], biases: tuple[Tensor, ...] | None) -> None:
+    """Let a fused linear layer of vLLM's multiply by each of its blocks where it lies."""
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    class Blocks(UnquantizedLinearMethod):
+        def process_weights_after_loading(self, layer: nn.Module) -> None:
+            pass
+
+        def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+            parts = biases or (None,) * len(weights)
+            linear = torch.nn.functional.linear
+            return torch.cat([linear(x, w, b) for w, b in zip(weights, parts, strict=True)], dim=-1)
+
+    layer.quant_method = Blocks()
