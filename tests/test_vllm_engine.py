@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -468,8 +468,8 @@ def test_logits_that_are_not_finite_name_the_row(actor, engine, prompts):
 
 
 @contextmanager
-def sharing(actor, processor, views=whole_views):
-    engine = VLLMEngine(**SETTINGS)
+def sharing(actor, processor, views=whole_views, **settings):
+    engine = VLLMEngine(**SETTINGS, **settings)
     engine.bind(Sharing(views))
     try:
         engine.start(EngineContext(model=actor, processor=processor, device=CPU))
@@ -539,6 +539,42 @@ def test_share_03_what_does_not_fit_is_refused(actor, tiny_processor):
     ):
         with pytest.raises(ValueError, match=message), sharing(actor, tiny_processor, with_one(change)):
             pass
+
+
+# ---- the trainer's vision tower --------------------------------------------------------------------------------------
+
+
+def vision_bytes(actor) -> int:
+    return sum(p.nbytes for p in actor.hf.model.visual.parameters())
+
+
+def test_vision_01_embeddings_of_the_trainers_tower(actor, tiny_processor, prompts):
+    """No vision weights in the engine; tokens equal generate's, before and after an update, copied or shared."""
+    requests = requests_for(prompts, SamplingParams(max_tokens=12, temperature=0), g=2)
+    engine = VLLMEngine(**SETTINGS, vision="shared")
+    try:
+        engine.start(EngineContext(model=actor, processor=tiny_processor, device=CPU))
+        assert not [n for n, p in vllm_model(engine).named_parameters() if "visual" in n]
+        assert engine.copied_bytes == sum(p.nbytes for p in actor.hf.parameters()) - vision_bytes(actor)
+        flags = {n: m.training for n, m in actor.hf.named_modules()}
+        for version in range(2):
+            with changed_weights(actor, engine) if version else nullcontext():
+                got = run(engine, requests)
+                for (b, _), rollout in got.items():
+                    assert rollout.token_ids.tolist() == generate(actor.hf, prompts[b], 12), prompts[b].sample.id
+                assert max(wrong(actor, prompts, got)) < 1e-5
+        assert {n: m.training for n, m in actor.hf.named_modules()} == flags
+    finally:
+        engine.close()
+
+
+def test_vision_02_nothing_is_stored_twice(actor, tiny_processor, prompts):
+    requests = requests_for(prompts, SamplingParams(max_tokens=6))
+    with sharing(actor, tiny_processor, vision="shared") as engine:
+        theirs = storages(vllm_model(engine).parameters())
+        assert theirs.items() <= storages(actor.hf.parameters()).items() and engine.copied_bytes == 0
+        with changed_weights(actor, engine):
+            assert max(wrong(actor, prompts, run(engine, requests))) < 1e-5
 
 
 # ---- KV memory -------------------------------------------------------------------------------------------------------

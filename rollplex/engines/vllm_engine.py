@@ -13,7 +13,7 @@ import itertools
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -29,6 +29,10 @@ from rollplex.models.split_model import SplitModel
 
 CPU_KV_BYTES = 512 * 1024**2
 """KV cache on a CPU where nothing else is said: vLLM would take a share of all memory."""
+
+
+NO_TOWER = {"image": 0, "video": 0}
+"""Of a vLLM that gets embeddings: it then builds no vision tower."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,8 @@ class VLLMEngine(RolloutEngine):
             `kv_cache_memory_bytes` is set.
         block_size: Tokens of a KV block; None is vLLM's choice. Only full blocks are shared within a group.
         enforce_eager: No compilation and no CUDA graphs; None is true on a CPU, false on a GPU.
+        vision: "engine": vLLM runs its own vision tower on the processor's pixels. "shared": it gets what the trainer's
+            tower makes of them, and holds no vision weights.
         release_kv_cache: Allow `release_kv` on a GPU (vLLM's sleep mode: KV memory from its own allocator).
     """
 
@@ -66,8 +72,11 @@ class VLLMEngine(RolloutEngine):
         gpu_memory_utilization: float = 0.5,
         block_size: int | None = None,
         enforce_eager: bool | None = None,
+        vision: Literal["engine", "shared"] = "engine",
         release_kv_cache: bool = True,
     ) -> None:
+        if vision not in ("engine", "shared"):
+            raise ValueError(f"vision={vision!r} is unknown; set engine or shared")
         for name, value in (
             ("max_model_len", max_model_len), ("max_num_seqs", max_num_seqs), ("block_size", block_size),
             ("max_num_batched_tokens", max_num_batched_tokens), ("kv_cache_memory_bytes", kv_cache_memory_bytes),
@@ -83,6 +92,7 @@ class VLLMEngine(RolloutEngine):
         self.gpu_memory_utilization = gpu_memory_utilization
         self.block_size = block_size
         self.enforce_eager = enforce_eager
+        self.vision = vision
         self.release_kv_cache = release_kv_cache
         self.copied_bytes = 0
         """Bytes of weights copied by the last `publish` (or by the start)."""
@@ -138,7 +148,7 @@ class VLLMEngine(RolloutEngine):
         if self._on_cpu:
             vllm_patches.count_ranks_without_compiler()
             vllm_patches.leave_global_generator_alone(runner.sampler)
-        self._converter = vllm_inputs.PromptConverter(engine.vllm_config, self._model)
+        self._converter = vllm_inputs.PromptConverter(engine.vllm_config, self._model, embed=self.vision == "shared")
         vllm_patches.use_positions(runner.model, self._converter.positions)
         self._reader = ResponseReader(engine.output_processor, Detokenizer(self._tokenizer))
         self._kv = KVMemory(engine, runner.kv_caches, on_cpu=self._on_cpu)
@@ -173,7 +183,7 @@ class VLLMEngine(RolloutEngine):
             "mm_device_do_normalize": False,  # pixels come normalised from the HF processor
             "mm_processor_cache_gb": 0,  # vLLM's processor is not used
             "disable_log_stats": True,
-        }
+        } | ({} if self.vision == "engine" else {"enable_mm_embeds": True, "limit_mm_per_prompt": NO_TOWER})
 
     def _check_started(self) -> None:
         config = self._engine.vllm_config

@@ -71,11 +71,14 @@ def sampling_params(params: SamplingParams, seed: int, always_banned: Iterable[i
 class PromptConverter:
     """Prompts as vLLM's inputs; those of one submission are converted once for all their responses."""
 
-    def __init__(self, vllm_config: Any, source: SplitModel) -> None:
+    def __init__(self, vllm_config: Any, source: SplitModel, *, embed: bool) -> None:
+        """source: the trainer's model. embed: vLLM gets what its vision tower makes of pixels."""
         from vllm.multimodal import MULTIMODAL_REGISTRY
 
         self._fields = MULTIMODAL_REGISTRY.create_processor(vllm_config.model_config)._get_mm_fields_config
         self._source = source
+        # The tower runs on the rollout lane: on a module tree of its own over the trainer's tensors.
+        self._tower = source.alias() if embed else None
         self.merge = int(source.config.vision_config.spatial_merge_size)
         """Patches along each side of what becomes one token."""
         self._positions: dict[tuple[Any, ...], tuple[Tensor, int]] = {}
@@ -88,7 +91,7 @@ class PromptConverter:
         ids = prompt.input_ids.tolist()
         if not prompt.media:
             return tokens_input(prompt_token_ids=ids)
-        media: Any = {name: tensor.cpu() for name, tensor in prompt.media.items()}
+        media = self._media(prompt)
         items = MultiModalKwargsItems.from_hf_inputs(media, self._fields(media, {}))
         places = {
             modality: [
@@ -103,6 +106,16 @@ class PromptConverter:
         positions_31P, next_position_1 = self._source.positions([prompt])
         self._positions[_layout(len(ids), where)] = (positions_31P[:, 0], int(next_position_1) - len(ids))
         return mm_input(prompt_token_ids=ids, mm_kwargs=items, mm_hashes=hashes, mm_placeholders=places)
+
+    def _media(self, prompt: Prompt) -> Any:
+        media = {name: tensor.cpu() for name, tensor in prompt.media.items()}
+        if self._tower is None:
+            return media
+        if not self._tower.shares_storage_with(self._source):
+            self._tower.bind(self._source)
+        with torch.no_grad():
+            embeddings = self._tower.vision_embeddings(prompt)
+        return {name: tensor for name, tensor in media.items() if not name.startswith("pixel_values")} | embeddings
 
     def positions(self, input_tokens: Sequence[int], mm_features: Sequence[Any]) -> tuple[Tensor, int]:
         """(3, P) int64 positions of a converted prompt, and first response position minus P: the trainer's.
@@ -178,5 +191,5 @@ def _hash(modality: str, item: Any) -> str:
     for name in sorted(item):
         tensor = item[name].data
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        digest.update(tensor.contiguous().numpy().tobytes())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

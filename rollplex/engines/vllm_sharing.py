@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rollplex.engines.vllm_weights import wanted
 from rollplex.models.split_model import SplitModel
 
 Views = Mapping[str, tuple[Tensor, ...]]
@@ -63,7 +64,7 @@ class SharedWeights:
         self._views = self._views_of(model, source)
         self._bound = {}
         used = {v.untyped_storage().data_ptr() for views in self._views.values() for v in views}
-        unused = [n for n, p in source.hf.named_parameters() if p.untyped_storage().data_ptr() not in used]
+        unused = [n for n, p in wanted(model, source) if p.untyped_storage().data_ptr() not in used]
         if unused:
             raise ValueError(f"weights cannot be shared: vLLM's model has no place for {', '.join(unused)}")
         fused: dict[str, dict[str, tuple[Tensor, ...]]] = {}

@@ -33,6 +33,13 @@ class WeightBinding(Protocol):
         """Raises when the engine no longer computes with the source's weights. Called before each rollout."""
 
 
+def wanted(model: nn.Module, source: SplitModel) -> list[tuple[str, nn.Parameter]]:
+    """The trainer's parameters, tied ones once; without the vision tower where vLLM's model has none."""
+    blind = not any(name.startswith("visual.") for name, _ in model.named_parameters())
+    vision = {id(p) for part in ("vision_tower", "projector") for m in source.part(part) for p in m.parameters()}
+    return [(name, p) for name, p in source.hf.named_parameters() if not (blind and id(p) in vision)]
+
+
 class CopiedWeights:
     """The engine has weights of its own, filled by a full copy."""
 
@@ -57,7 +64,7 @@ class CopiedWeights:
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
             nonlocal copied
-            for name, parameter in self._source.hf.named_parameters():
+            for name, parameter in wanted(self._model, self._source):
                 copied += parameter.nbytes
                 yield name, parameter.detach()
 

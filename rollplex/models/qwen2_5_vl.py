@@ -43,6 +43,17 @@ class Qwen2_5VL(SplitModel):
         positions_31P, _ = self.hf.model.get_rope_index(prompt.input_ids[None], mm_token_type_ids=types_1P, **grids)
         return positions_31P[:, 0]
 
+    def vision_embeddings(self, prompt: Prompt) -> dict[str, Tensor]:
+        found = {}
+        for kind, pixels, compute in (
+            ("image", "pixel_values", self.hf.model.get_image_features),
+            ("video", "pixel_values_videos", self.hf.model.get_video_features),
+        ):
+            if pixels in prompt.media:
+                grids = prompt.media[f"{kind}_grid_thw"].to(self.device)
+                found[f"{kind}_embeds"] = torch.cat(compute(prompt.media[pixels].to(self.device), grids).pooler_output)
+        return found
+
     def prefix_hidden(self, prompts: Sequence[Prompt], positions: Tensor, state: RecordPrefix) -> Tensor:
         ids_BP, media = stack_prompts(prompts)
         inputs: dict[str, Any] = {k: v.to(self.device) for k, v in media.items() if k != "second_per_grid_ts"}

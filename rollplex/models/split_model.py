@@ -91,6 +91,11 @@ class SplitModel(ABC):
     def prefix_hidden(self, prompts: Sequence[Prompt], positions: Tensor, state: RecordPrefix) -> Tensor:
         """Run vision tower and prompt; returns last hidden states (B, P, H)."""
 
+    @abstractmethod
+    def vision_embeddings(self, prompt: Prompt) -> dict[str, Tensor]:
+        """What the vision tower makes of a prompt's media: image_embeds and video_embeds, (vision tokens, H), on the
+        device; absent when unused. Depends on the tower's weights alone."""
+
     @property
     @abstractmethod
     def banned_token_ids(self) -> tuple[int, ...]:
