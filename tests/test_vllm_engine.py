@@ -35,6 +35,7 @@ pytest.importorskip("vllm")
 CPU = torch.device("cpu")
 END = 258  # <|im_end|>
 VISION = (259, 260, 262, 263)
+CONFIGS = ("digits_vllm_cpu.yaml", "digits_cpu.yaml")
 SETTINGS = {"max_model_len": 512, "max_num_seqs": 64, "block_size": 32, "kv_cache_memory_bytes": 64 * 1024**2}
 
 
@@ -724,3 +725,22 @@ def test_ratio_is_one_after_every_update(serial, parity_folder, tmp_path):
 def test_shared_weights_are_for_vllm(parity_folder, tmp_path):
     with pytest.raises(ValueError, match="TorchEngine"):
         train(parity_folder, tmp_path, engine=TorchEngine(), callbacks=[SharedWeights()])
+
+
+def test_digits_config_is_the_embedded_engines_with_vllm(tmp_path, capsys):
+    """The two runs can be compared: nothing but the engine and the folders differ. Both parse."""
+    import yaml
+
+    from rollplex.cli import main
+
+    configs = Path(__file__).parent.parent / "configs"
+    texts = [(configs / name).read_text().replace("runs/digits_vllm", "runs/digits") for name in CONFIGS]
+    ours, theirs = (yaml.safe_load(text) for text in texts)
+    engines = [c["trainer"]["strategy"]["init_args"].pop("engine") for c in (ours, theirs)]
+    assert ours == theirs
+    assert engines[0]["class_path"] == "rollplex.engines.VLLMEngine"
+    with pytest.raises(SystemExit) as end:
+        main(["fit", "--config", str(configs / CONFIGS[0]), "--print_config"])
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert end.value.code == 0
+    assert printed["trainer"]["strategy"]["init_args"]["engine"]["init_args"]["max_model_len"] == 128
