@@ -271,6 +271,21 @@ def test_the_process_is_left_as_it_was(engine, prompts, actor, tiny_processor):
     run(engine, requests_for(prompts[:1], SamplingParams(max_tokens=2)))  # the first engine still works
 
 
+def test_patches_may_be_applied_again(engine, prompts):
+    from vllm.v1.sample import sampler
+
+    requests = requests_for(prompts, SamplingParams(max_tokens=6, top_p=0.9), g=2)
+    before = run(engine, requests)
+    runner = engine._engine.model_executor.driver_worker.worker.model_runner
+    patches.set_environment()
+    patches.count_ranks_without_compiler()
+    patches.leave_global_generator_alone(runner.sampler)
+    patches.use_positions(runner.model, engine._converter.positions)
+    assert sampler.batched_count_greater_than.__module__ == patches.__name__
+    after = run(engine, requests)
+    assert all(same(after[k], before[k]) for k in before)
+
+
 # ---- how responses end -----------------------------------------------------------------------------------------------
 
 
@@ -503,6 +518,30 @@ def test_share_01_one_copy_of_every_weight(tiny_processor, prompts, tied):
                 assert got[b, 0].token_ids.tolist() == generate(actor.hf, p, 12)
             assert max(wrong(actor, prompts, got)) < 1e-5
         assert [p.data_ptr() for p in vllm_model(engine).parameters()] == pointers
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_share_04_bfloat16(tiny_processor, prompts, share):
+    """Engine and trainer differ by no more than rounding to bfloat16 makes the trainer differ from float32."""
+    actor = Qwen2_5VL(build_tiny_in_memory(init_std=0.1, seed=1)[0].bfloat16().train())
+    exact = Qwen2_5VL(copy.deepcopy(actor.hf).float())
+    engine = VLLMEngine(**SETTINGS)
+    if share:
+        engine.bind(Sharing())
+    try:
+        engine.start(EngineContext(model=actor, processor=tiny_processor, device=CPU))
+        assert {p.dtype for p in vllm_model(engine).parameters()} == {torch.bfloat16}
+        got = run(engine, requests_for(prompts, SamplingParams(max_tokens=12), g=4))
+    finally:
+        engine.close()
+    ours, rounding = [], []
+    for (b, _), rollout in got.items():
+        expected = trainer_logps(actor, prompts[b], rollout, 1.0)
+        ours.append((rollout.logps - expected).abs())
+        rounding.append((trainer_logps(exact, prompts[b], rollout, 1.0) - expected).abs())
+    error, limit = float(torch.cat(ours).mean()), float(torch.cat(rounding).mean())
+    print(f"bfloat16: mean |trainer - engine| {error:.1e}, |trainer - float32| {limit:.1e}")
+    assert error < 1.5 * limit
 
 
 def test_share_02_weights_that_moved_are_found_before_the_rollout(actor, tiny_processor, prompts):
