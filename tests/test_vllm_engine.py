@@ -376,6 +376,25 @@ def test_window_closes_while_rows_wait_for_a_slot(engine, prompts):
     assert len(states) == 4
 
 
+def test_rows_that_are_preempted_go_on_as_they_would_have(actor, engine, tiny_processor, prompts):
+    """A KV cache too small for all rows: vLLM drops some and computes them again, which closes the window."""
+    requests = requests_for(prompts[1:4], SamplingParams(max_tokens=40), g=6)
+    expected = run(engine, requests)
+    small = VLLMEngine(max_model_len=128, max_num_seqs=64, block_size=32, kv_cache_memory_bytes=24 * 32 * 1024)
+    try:
+        small.start(EngineContext(model=actor, processor=tiny_processor, device=CPU))
+        small.submit(requests)
+        got, states = [], []
+        while small.window is not WindowState.IDLE:
+            got += small.step()
+            states.append(small.window)
+        text = "".join(s.value[0] for s in states)
+        assert "dp" in text, text  # the window closed again
+        assert len(got) == len(requests) and all(same(r, expected[r.key]) for r in got)
+    finally:
+        small.close()
+
+
 def test_abort_returns_everything_unfinished(engine, prompts):
     requests = requests_for(prompts[:2], SamplingParams(max_tokens=20), g=40)
     full = run(engine, requests)
