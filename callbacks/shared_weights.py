@@ -6,6 +6,7 @@ from typing import Any
 
 from rollplex.engines import VLLMEngine
 from rollplex.engines.vllm_sharing import SharedWeights as Sharing
+from rollplex.engines.vllm_split import SplitWeights
 from rollplex.phases import PhaseCallback
 
 
@@ -23,4 +24,7 @@ class SharedWeights(PhaseCallback):
                 f"SharedWeights is for VLLMEngine, but the engine is a {type(engine).__name__}: take the callback out "
                 "(TorchEngine decodes on the trainer's tensors anyway)"
             )
-        engine.bind(Sharing())  # until the engine is closed; the strategy starts it after it has placed the model
+        split = engine.tensor_parallel_size > 1
+        engine.bind(
+            SplitWeights() if split else Sharing()
+        )  # until the engine is closed; the strategy starts it after it has placed the model

@@ -90,6 +90,12 @@ class RollplexStrategy(SingleDeviceStrategy):
                 "set both to 1"
             )
 
+        degree = getattr(self.colocation.engine, "tensor_parallel_size", 1)
+        if degree > 1:
+            raise ValueError(
+                f"tensor_parallel_size={degree} of the engine needs a strategy over several devices, which this one is "
+                "not; set it to 1"
+            )
         if trainer.overfit_batches:
             raise ValueError(
                 f"trainer.overfit_batches={trainer.overfit_batches} has no effect: rows follow the rollout's number. "

@@ -51,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--warmup", type=int, default=1, help="rounds before, not counted")
     p.add_argument("--wait-quiet", type=float, default=0.0, metavar="MINUTES",
                    help="before each step wait up to this long until others take under 0.1 CPUs")  # fmt: skip
-    p.add_argument("--engine", choices=("torch",), default="torch", help="Rollplex's rollout engine")
+    p.add_argument("--engine", choices=("torch", "vllm"), default="torch", help="Rollplex's rollout engine")
     p.add_argument("--threads", type=int, default=os.cpu_count(), help="of a contender that runs one thing at a time")
     p.add_argument("--rollout-threads", type=int, help="of the rollout lane beside the train lane")
     p.add_argument("--train-threads", type=int, help="of the train lane beside the rollout lane")

@@ -47,7 +47,9 @@ LEVEL = {name: level for level, (_, names) in enumerate(LAYERS) for name in name
 
 # package -> the only files that may import it
 HOMES = {
-    "vllm": {f"rollplex/engines/vllm_{part}.py" for part in ("engine", "inputs", "patches", "sharing", "weights")},
+    "vllm": {
+        f"rollplex/engines/vllm_{part}.py" for part in ("engine", "inputs", "patches", "sharing", "split", "weights")
+    },
     "deepspeed": {"rollplex/deepspeed_strategy.py"},
 }
 LAZY_HOMES = HOMES["vllm"]

@@ -59,6 +59,8 @@ class VLLMEngine(RolloutEngine):
         enforce_eager: No compilation and no CUDA graphs; None is true on a CPU, false on a GPU.
         vision: "engine": vLLM runs its own vision tower on the processor's pixels. "shared": it gets what the trainer's
             tower makes of them, and holds no vision weights.
+        tensor_parallel_size: Processes that share the engine, each with one rank of it, started by torchrun. All must
+            submit, step, abort and publish alike.
         release_kv_cache: Allow `release_kv` on a GPU (vLLM's sleep mode: KV memory from its own allocator).
     """
 
@@ -73,6 +75,7 @@ class VLLMEngine(RolloutEngine):
         block_size: int | None = None,
         enforce_eager: bool | None = None,
         vision: Literal["engine", "shared"] = "engine",
+        tensor_parallel_size: int = 1,
         release_kv_cache: bool = True,
     ) -> None:
         if vision not in ("engine", "shared"):
@@ -80,6 +83,7 @@ class VLLMEngine(RolloutEngine):
         for name, value in (
             ("max_model_len", max_model_len), ("max_num_seqs", max_num_seqs), ("block_size", block_size),
             ("max_num_batched_tokens", max_num_batched_tokens), ("kv_cache_memory_bytes", kv_cache_memory_bytes),
+            ("tensor_parallel_size", tensor_parallel_size),
         ):  # fmt: skip
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1, or null for the default")
@@ -93,6 +97,7 @@ class VLLMEngine(RolloutEngine):
         self.block_size = block_size
         self.enforce_eager = enforce_eager
         self.vision = vision
+        self.tensor_parallel_size = tensor_parallel_size
         self.release_kv_cache = release_kv_cache
         self.copied_bytes = 0
         """Bytes of weights copied by the last `publish` (or by the start)."""
@@ -116,6 +121,7 @@ class VLLMEngine(RolloutEngine):
     def start(self, context: EngineContext) -> None:
         assert self._engine is None, "the engine was started already"
         vllm_patches.check_version()
+        vllm_patches.check_processes(self.tensor_parallel_size)
         vllm_patches.set_environment()
         self._tokenizer = getattr(context.processor, "tokenizer", context.processor)
         self._model: SplitModel = context.model
@@ -183,7 +189,18 @@ class VLLMEngine(RolloutEngine):
             "mm_device_do_normalize": False,  # pixels come normalised from the HF processor
             "mm_processor_cache_gb": 0,  # vLLM's processor is not used
             "disable_log_stats": True,
-        } | ({} if self.vision == "engine" else {"enable_mm_embeds": True, "limit_mm_per_prompt": NO_TOWER})
+        } | self._more_arguments()
+
+    def _more_arguments(self) -> dict[str, Any]:
+        out: dict[str, Any] = {}
+        if self.vision == "shared":
+            out |= {"enable_mm_embeds": True, "limit_mm_per_prompt": NO_TOWER}
+        if self.tensor_parallel_size > 1:
+            out |= {
+                "tensor_parallel_size": self.tensor_parallel_size,
+                "distributed_executor_backend": "external_launcher",
+            }
+        return out
 
     def _check_started(self) -> None:
         config = self._engine.vllm_config

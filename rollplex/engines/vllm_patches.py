@@ -47,6 +47,16 @@ def check_version() -> None:
         raise ImportError(f"VLLMEngine was written for vLLM 0.32 and 0.33, but {name} {version} is installed: {wanted}")
 
 
+def check_processes(tensor_parallel_size: int) -> None:
+    """Raises ValueError unless as many processes were started as the engine has ranks."""
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if tensor_parallel_size > 1 and started != tensor_parallel_size:
+        raise ValueError(
+            f"tensor_parallel_size={tensor_parallel_size} needs as many processes, but {started} was started; use "
+            f"torchrun --nproc-per-node {tensor_parallel_size}, or set tensor_parallel_size to 1"
+        )
+
+
 def set_environment() -> None:
     """vLLM's settings for one engine inside this process; it reads them from the environment, some of them late."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")

@@ -80,7 +80,7 @@ class SharedWeights:
                 parameter.data = views[0].new_empty(0)
             self._bound[name] = views
         for name, parts in fused.items():
-            _read_blocks(modules[name], parts["weight"], parts.get("bias"))
+            read_blocks(modules[name], parts["weight"], parts.get("bias"))
         return 0
 
     def refresh(self) -> int:
@@ -89,7 +89,7 @@ class SharedWeights:
     def verify(self) -> None:
         """Every address is still the trainer's, and the engine's."""
         now = self._views_of(self._model, self._source)
-        moved = [n for n, views in self._bound.items() if _pointers(views) != _pointers(now[n])]
+        moved = [n for n, views in self._bound.items() if pointers(views) != pointers(now[n])]
         engine = dict(self._model.named_parameters())
         moved += [n for n, v in self._bound.items() if len(v) == 1 and engine[n].data_ptr() != v[0].data_ptr()]
         if moved:
@@ -99,7 +99,8 @@ class SharedWeights:
             )
 
 
-def _pointers(views: tuple[Tensor, ...]) -> list[tuple[int, tuple[int, ...]]]:
+def pointers(views: tuple[Tensor, ...]) -> list[tuple[int, tuple[int, ...]]]:
+    """Address and shape of each."""
     return [(v.data_ptr(), tuple(v.shape)) for v in views]
 
 
@@ -120,7 +121,7 @@ def _check_shape(name: str, parameter: Tensor, views: tuple[Tensor, ...], module
         )
 
 
-def _read_blocks(layer: Any, weights: tuple[Tensor, ...], biases: tuple[Tensor, ...] | None) -> None:
+def read_blocks(layer: Any, weights: tuple[Tensor, ...], biases: tuple[Tensor, ...] | None) -> None:
     """Let a fused linear layer of vLLM's multiply by each of its blocks where it lies."""
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 

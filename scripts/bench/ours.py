@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import tempfile
 import warnings
@@ -16,8 +17,11 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 from bench.gate import Gate, Missing
 from bench.workload import Workload, reward_of
 from rollplex import GRPOModule, Rollout, RollplexStrategy, Sample, VLMDataModule, VLMTask
-from rollplex.callbacks import GroupStreaming, PrefillReuse, PrefixOverlap
+from rollplex.callbacks import GroupStreaming, PrefillReuse, PrefixOverlap, SharedWeights
 from rollplex.data.records import Prompt, Request, SamplingParams
+from rollplex.engines import VLLMEngine
+from rollplex.engines.base import RolloutEngine
+from rollplex.engines.torch_engine import TorchEngine
 from rollplex.step import GRPOStep
 from rollplex.timeline import PHASES, ROLLOUT_LANE, TRAIN_LANE, Timeline
 from rollplex.units import PREFIX_KINDS
@@ -30,6 +34,19 @@ CONTENDERS: dict[str, tuple[list[type], dict[str, Any]]] = {
     "reuse_streaming": ([PrefillReuse, PrefixOverlap, GroupStreaming], {}),
 }
 """name -> (callbacks, settings of GRPOModule)."""
+
+
+def engine_of(name: str, callbacks: list[type]) -> tuple[RolloutEngine, list[type]]:
+    """The rollout engine, and the callbacks it needs besides a contender's own: vLLM computes with the trainer's
+    tensors, as the embedded engine does. Missing when the two do not go together."""
+    if name == "torch":
+        return TorchEngine(), callbacks
+    if PrefillReuse in callbacks:
+        raise Missing("vLLM keeps a K/V cache of its own, so it cannot take a prefix")
+    if importlib.util.find_spec("vllm") is None:
+        raise Missing("vLLM is not installed")
+    return VLLMEngine(), [SharedWeights, *callbacks]
+
 
 LANE_SETTINGS = ("rollout_threads", "train_threads", "admission")
 """Settings of RollplexStrategy that the command line may change; unset they stay the product's own."""
@@ -107,7 +124,9 @@ def run(gate: Gate, workload: Workload, contender: str, options: dict[str, Any])
     torch.set_num_threads(options["threads"])
     callbacks, settings = CONTENDERS[contender]
     given = {name: options[name] for name in LANE_SETTINGS if options[name] is not None}
-    strategy = RollplexStrategy(**accepted(RollplexStrategy, {"threads": options["threads"], **given}))
+    engine, callbacks = engine_of(options["engine"], callbacks)
+    lanes = {"threads": options["threads"], **given}
+    strategy = RollplexStrategy(engine, **accepted(RollplexStrategy, lanes))
     settings = accepted(GRPOModule, {**settings, **options["settings"]})
     seed_everything(workload.seed, verbose=False)
     module = BenchModule(

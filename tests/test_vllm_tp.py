@@ -1,0 +1,78 @@
+"""vLLM split over processes of this machine (gloo): ranks agree, tokens equal transformers', weights are the trainer's."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollplex import RollplexStrategy
+from rollplex.engines import VLLMEngine
+
+pytestmark = [pytest.mark.vllm, pytest.mark.distributed]
+pytest.importorskip("vllm")
+
+HERE = Path(__file__).resolve().parent
+
+
+def launch(folder: Path, ranks: int, weights: str, vision: str = "engine") -> list[dict]:
+    """Reports of the ranks."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": f"{HERE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+    }
+    done = subprocess.run(
+        [*launcher, str(HERE / "tp_engine.py"), str(folder), weights, vision], env=environment, cwd=HERE.parent,
+        capture_output=True, text=True, timeout=400,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "weights", "vision"),
+    [(2, "shared", "engine"), (2, "copied", "engine"), (2, "shared", "shared"), (4, "shared", "engine")],
+)
+def test_ranks_agree_and_equal_the_trainer(tmp_path, ranks, weights, vision):
+    reports = launch(tmp_path, ranks, weights, vision)
+    for report in reports:
+        for state in ("before", "after"):
+            assert all(report[state]["greedy_equal"]), (report["rank"], state)
+            assert report[state]["logps_error"] < 2e-5
+            assert report[state]["sampled"] == reports[0][state]["sampled"]
+        assert report["before"]["sampled"] != report["after"]["sampled"]
+        assert report["aborted"] == reports[0]["aborted"] and max(report["aborted"]) > 1
+        assert report["again"] and report["pointers_kept"]
+        if weights == "shared":
+            classes = report["classes"]
+            assert classes["strided"] > 0 and classes["blocks"] > 0
+            # Only the last rank's vocabulary reaches into a padding that the trainer has no rows for.
+            assert report["own_bytes"] == classes["rebuild"]
+            assert report["copied_bytes"] <= classes["rebuild"] and (classes["rebuild"] > 0) == (
+                report["copied_bytes"] > 0
+            )
+            assert sum(classes.values()) > 10 * classes["rebuild"]
+        else:
+            assert report["own_bytes"] > 0 < report["copied_bytes"]
+
+
+def test_a_degree_without_its_processes_is_refused(parity_folder):
+    from rollplex.engines import vllm_patches
+
+    with pytest.raises(ValueError, match="tensor_parallel_size=2 needs as many processes, but 1 was started"):
+        vllm_patches.check_processes(2)
+    with pytest.raises(ValueError, match="tensor_parallel_size=0 must be at least 1"):
+        VLLMEngine(tensor_parallel_size=0)
+
+
+def test_a_strategy_of_one_device_refuses_a_split_engine(parity_folder, tmp_path):
+    from runs import run
+
+    strategy = RollplexStrategy(VLLMEngine(tensor_parallel_size=2))
+    with pytest.raises(ValueError, match="tensor_parallel_size=2 of the engine needs a strategy over several devices"):
+        run(parity_folder, tmp_path, trainer={"strategy": strategy})
