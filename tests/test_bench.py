@@ -329,13 +329,21 @@ def test_trl_rows_end_at_their_lengths(tmp_path):
 
 @pytest.mark.vllm
 def test_check_runs_with_vllm(tmp_path):
-    options = ["--engine", "vllm", "--threads", "1", "--contenders", "serial", "overlap_streaming", "reuse_streaming"]
+    options = ["--engine", "vllm", "--threads", "1", "--contenders", "serial", "overlap_streaming"]
     done = command("--check", "--json", str(tmp_path / "result.json"), *options, folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["contenders"] == ["serial", "overlap_streaming"]
-    assert "vLLM keeps a K/V cache of its own" in result["left_out"]["reuse_streaming"]
+    assert result["left_out"] == {}
     for step in result["rounds"][0]["steps"].values():
         assert step["response_tokens"] == result["workload"]["B"] * result["workload"]["G"] * result["workload"]["R"]
         assert step["decode_steps"] > 0
         assert step["pictures"] == result["workload"]["B"]  # vLLM's own tower is not counted
+
+
+def test_vllm_cannot_take_a_prefix():
+    from bench.ours import CONTENDERS, engine_of
+
+    with pytest.raises(Missing, match="vLLM keeps a K/V cache of its own"):
+        engine_of("vllm", CONTENDERS["reuse_streaming"][0])
+    assert engine_of("torch", CONTENDERS["reuse_streaming"][0])[1] == CONTENDERS["reuse_streaming"][0]
