@@ -111,9 +111,14 @@ def test_budget_refuses_what_does_not_fit_and_names_what_is_needed():
     assert not admission.admits("b", "act_prefix", 10.0, 2.0, 601) and admission.refused["memory"] == {"b"}
     assert not admission.admits("c", "act_prefix", 1.0, 2.5, 1), "denser than all seen: only alone"
     assert admission.admits("c", "act_prefix", 1.0, 2.5, 0) and admission.admits("d", "act_suffix", 9.0, 2.5, None)
-    with pytest.raises(
-        ValueError, match=r"prefix_budget_bytes=1000 is smaller than one prefix: act_prefix\[1\] needs 1001"
-    ):
-        admission.learn_bytes("act_prefix[1]", "act_prefix", 10.0, 2.0, 1001)
-    with pytest.raises(ValueError, match="at least 1"):
+    too_small = r"prefix_budget_bytes=1000 is smaller than one prefix: act_prefix\[1\] needs 1001"
+    late = dict(unit="act_prefix[1]", kind="act_prefix", work=10.0, density=2.0, bytes_held=1001)
+    with pytest.warns(UserWarning, match=f"{too_small}.*prefixes of its size run after the rollout"):
+        admission.learn_bytes(**late)  # others did fit
+    assert not admission.admits("e", "act_prefix", 10.0, 2.0, 1)
+    fresh = Admission(budget_bytes=1000, measure=False)
+    fresh.learn_bytes(**late, early=False)  # ran after the rollout: no budget applies
+    with pytest.raises(ValueError, match=too_small):
+        fresh.learn_bytes(**late)
+    with pytest.raises(ValueError, match="above 0"):
         Admission(budget_bytes=0)
