@@ -195,7 +195,7 @@ def test_lp_01_logps_equal_the_trainers(actor, engine, prompts, temperature):
     )
     assert len(errors) > 1000 and len({len(r) for r in got.values()}) > 3
     print(f"temperature {temperature}: {len(errors)} tokens, mean {errors.mean():.1e}, max {errors.max():.1e}")
-    assert errors.max() < 1e-5
+    assert errors.max() < 1e-5 / min(1.0, temperature)  # the rounding of logits is divided by it
 
 
 @pytest.mark.parametrize(
