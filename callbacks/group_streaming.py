@@ -39,11 +39,6 @@ class GroupStreaming(PhaseCallback):
                 )
             pl_module.colocation.executor.openers.append(self.admits)
 
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        openers = pl_module.colocation.executor.openers
-        if self.admits in openers:
-            openers.remove(self.admits)
-
     def admits(self, unit: Unit, state: ScheduleState) -> bool:
         if unit.kind in PREFIX_KINDS or not state.window_open:
             return False

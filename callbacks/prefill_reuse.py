@@ -28,7 +28,3 @@ class PrefillReuse(PhaseCallback):
         if not pl_module.hparams["share_prefix"]:
             warnings.warn("PrefillReuse has no effect with share_prefix=false: there is no pass to reuse", stacklevel=2)
         pl_module.colocation.executor.reuse_prefill = True
-
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        if stage == "fit":
-            pl_module.colocation.executor.reuse_prefill = False

@@ -20,11 +20,6 @@ class PrefixOverlap(PhaseCallback):
         if stage == "fit":
             pl_module.colocation.executor.openers.append(self.admits)
 
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        openers = pl_module.colocation.executor.openers
-        if self.admits in openers:
-            openers.remove(self.admits)
-
     def admits(self, unit: Unit, state: ScheduleState) -> bool:
         """Only while every prompt is prefilled: a prefill is as heavy as the work we would put beside it."""
         return state.window_open and unit.kind in PREFIX_KINDS

@@ -24,7 +24,5 @@ class SharedWeights(PhaseCallback):
                 f"SharedWeights is for VLLMEngine, but the engine is a {type(engine).__name__}: take the callback out "
                 "(TorchEngine decodes on the trainer's tensors anyway)"
             )
-        split = engine.tensor_parallel_size > 1
-        engine.bind(
-            SplitWeights() if split else Sharing()
-        )  # until the engine is closed; the strategy starts it after it has placed the model
+        # Until the engine is closed; the strategy starts it after it has placed the model.
+        engine.bind(SplitWeights() if engine.tensor_parallel_size > 1 else Sharing())

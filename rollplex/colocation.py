@@ -62,7 +62,8 @@ class Colocation:
             self.lane.close()
             self.threads.restore()
         self.lane.drain_events()
-        # After an error Lightning calls no callback's teardown: a later run must not inherit this one's schedule.
+        # Here and not in the callbacks: after an error Lightning calls no callback's teardown, and a later run must not
+        # inherit this one's schedule.
         self.executor.reset()
 
     def rollout(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
-import importlib
 import itertools
 import logging
+import pkgutil
 import sys
 import warnings
 from collections.abc import Iterator
@@ -108,7 +108,7 @@ class VerifyCLI(RollplexCLI):
         strategy: Any = self.parsed.trainer.strategy
         options: Any = strategy.get("init_args") if isinstance(strategy, Namespace) else None
         engine: Any = options.get("engine") if options else None
-        takes = engine is None or class_of(engine.class_path).takes_prefix
+        takes = engine is None or pkgutil.resolve_name(engine.class_path).takes_prefix
         return [s for s in OTHERS if takes or "PrefillReuse" not in s.callbacks]
 
     @property
@@ -137,11 +137,6 @@ class VerifyCLI(RollplexCLI):
         for name in found:
             options[name] = pins[name]
         return strategy, found
-
-
-def class_of(path: str) -> Any:
-    module, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(module), name)
 
 
 class Verifier:

@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from bench.ours import CONTENDERS, BenchModule, BenchTask, step_details
+from bench.report import median
 from bench.workload import Workload
 from lightning.pytorch import Callback, Trainer, seed_everything
 from rich.console import Console
@@ -39,52 +40,39 @@ from rollplex.callbacks import GroupStreaming
 from rollplex.engines.torch_engine import TorchEngine
 from rollplex.models.registry import split
 from rollplex.models.tiny import TinySettings, processor_of, tiny_config
+from rollplex.planner.models import MODELS, ModelShape
 
 SCHEDULES = ("serial", "overlap", "overlap_streaming", "reuse_streaming")
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Sizes as in the published config.json of Qwen2.5-VL."""
-
-    text: dict[str, Any] = field(default_factory=dict)
-    vision: dict[str, Any] = field(default_factory=dict)
-    tied: bool = True
-
-
-VISION = dict(
+MROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
+TOWER = dict(
     depth=32, hidden_size=1280, intermediate_size=3420, num_heads=16, fullatt_block_indexes=[7, 15, 23, 31]
 )  # fmt: skip
-MROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
-SHAPES = {
-    "tiny": Shape(),
-    "3b": Shape(
-        dict(hidden_size=2048, num_hidden_layers=36, num_attention_heads=16, num_key_value_heads=2,
-             intermediate_size=11008, vocab_size=151936, rope_parameters=MROPE),
-        VISION | dict(out_hidden_size=2048),
-    ),
-    "7b": Shape(
-        dict(hidden_size=3584, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
-             intermediate_size=18944, vocab_size=152064, rope_parameters=MROPE),
-        VISION | dict(out_hidden_size=3584), tied=False,
-    ),
-}  # fmt: skip
+"""Vision tower of the 3 B and 7 B models, as in their published config.json."""
+SHAPES: dict[str, ModelShape | None] = {"tiny": None, "3b": MODELS["Qwen2.5-VL-3B"], "7b": MODELS["Qwen2.5-VL-7B"]}
 
 
-def config_of(shape: Shape) -> Any:
-    """A transformers config: the tiny one's special tokens with the shape's sizes."""
+def config_of(shape: ModelShape | None) -> Any:
+    """A transformers config: the tiny one, with the shape's sizes if there is one."""
+    if shape is None:
+        return tiny_config()
     config = tiny_config(tie_word_embeddings=shape.tied)
-    for part, values in ((config.text_config, shape.text), (config.vision_config, shape.vision)):
+    text = dict(
+        hidden_size=shape.hidden, num_hidden_layers=shape.layers, num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads, intermediate_size=shape.ffn, vocab_size=shape.vocab, rope_parameters=MROPE,
+        layer_types=["full_attention"] * shape.layers,
+    )  # fmt: skip
+    for part, values in ((config.text_config, text), (config.vision_config, TOWER | {"out_hidden_size": shape.hidden})):
         for name, value in values.items():
             setattr(part, name, value)
-    config.text_config.layer_types = ["full_attention"] * config.text_config.num_hidden_layers
     return config
 
 
 class RandomModule(BenchModule):
     """GRPOModule on random weights drawn on the device, with prescribed response lengths and plain SGD."""
 
-    shape: Shape
+    shape: ModelShape | None
     device_: torch.device
 
     def configure_model(self) -> None:
@@ -141,7 +129,9 @@ class Watch(Callback):
         self.result.norms.append(outputs["metrics"]["grad_norm"])
 
 
-def run(shape: Shape, schedule: str, workload: Workload, steps: int, device: torch.device, folder: Path) -> Result:
+def run(
+    shape: ModelShape | None, schedule: str, workload: Workload, steps: int, device: torch.device, folder: Path
+) -> Result:
     """One schedule from fresh weights."""
     gpu = device.type == "cuda"
     result = Result(schedule)
@@ -190,11 +180,6 @@ def faults(serial: Result, other: Result, tolerance: float) -> list[str]:
     if bits:
         out.append(f"{len(bits)} of {len(serial.weights)} parameters differ in their bits, {bits[0]} first")
     return out
-
-
-def median(values: list[Any]) -> float | None:
-    known = [v for v in values if v is not None]
-    return statistics.median(known) if known else None
 
 
 def row_of(serial: Result, result: Result) -> dict[str, Any]:

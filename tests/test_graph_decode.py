@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
+import engine_helpers
 import pytest
 import torch
+from engine_helpers import END, drain
 from helpers import make_prompt, picture
 from runs import largest_difference, run, same_bits, weights
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollplex.callbacks import GroupStreaming, PrefixOverlap
 from rollplex.data.records import Request, Rollout, SamplingParams
-from rollplex.engines import EngineContext, TorchEngine, WindowState, graph_decode
+from rollplex.engines import TorchEngine, WindowState, graph_decode
 from rollplex.models.qwen2_5_vl import Qwen2_5VL
 from rollplex.models.tiny import build_tiny_in_memory
 
-END = 258  # <|im_end|>
 ENDS = (END, *range(32))
+started = partial(engine_helpers.started, cuda_graphs="eager")
+requests_for = partial(engine_helpers.requests_for, g=4)
 
 
 @pytest.fixture
@@ -41,23 +45,9 @@ def prompts(tiny_processor):
     ]
 
 
-def started(actor, processor, **settings) -> TorchEngine:
-    engine = TorchEngine(**({"cuda_graphs": "eager"} | settings))
-    engine.start(EngineContext(model=actor, processor=processor, device=actor.device))
-    return engine
-
-
-def requests_for(prompts, params, g: int = 4) -> list[Request]:
-    return [Request(b, i, p, params, seed=1000 * b + i) for b, p in enumerate(prompts) for i in range(g)]
-
-
 def finish(engine: TorchEngine, requests=()) -> dict[tuple[int, int], Rollout]:
     engine.submit(requests)
-    out: list[Rollout] = []
-    while engine.window is not WindowState.IDLE:
-        out += engine.step()
-    assert engine.prompt_kv_bytes == 0
-    return {r.key: r for r in out}
+    return {r.key: r for r in drain(engine)}
 
 
 def assert_same(got, expected) -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from engine_helpers import END, VISION, generate, requests_for, run, started, trainer_logps
 from fake_engine import FakeEngine, Scripted
 from helpers import make_prompt, picture
 from transformers import Qwen2_5_VLForConditionalGeneration
@@ -21,8 +22,6 @@ from rollplex.models.qwen2_5_vl import Qwen2_5VL
 from rollplex.models.tiny import build_tiny, build_tiny_in_memory
 
 CPU = torch.device("cpu")
-END = 258  # <|im_end|>
-VISION = (259, 260, 262, 263)
 
 
 @pytest.fixture
@@ -45,48 +44,6 @@ def prompts(tiny_processor):
         make("video and picture", images=[picture(56, 56)], video_frames=3),
         make("one picturf", images=[picture(84, 56, 5)]),
     ]
-
-
-def started(actor, processor, **settings) -> TorchEngine:
-    engine = TorchEngine(**settings)
-    engine.start(EngineContext(model=actor, processor=processor, device=CPU))
-    return engine
-
-
-def requests_for(prompts, params, g: int = 1, seed: int = 0) -> list[Request]:
-    return [Request(b, i, p, params, seed=seed + 1000 * b + i) for b, p in enumerate(prompts) for i in range(g)]
-
-
-def run(engine: TorchEngine, requests) -> dict[tuple[int, int], Rollout]:
-    engine.submit(requests)
-    out: list[Rollout] = []
-    for _ in range(10_000):
-        if engine.window is WindowState.IDLE:
-            break
-        out += engine.step()
-    assert engine.window is WindowState.IDLE and len(out) == len(requests)
-    assert engine.prompt_kv_bytes == 0
-    return {r.key: r for r in out}
-
-
-def generate(hf, prompt, n: int, eos=None) -> list[int]:
-    """Transformers' greedy tokens on a copy of the model with its own attention."""
-    hf = copy.deepcopy(hf).eval()
-    hf.set_attn_implementation("sdpa")
-    hf.generation_config = type(hf.generation_config)(pad_token_id=256, eos_token_id=eos)
-    ids = prompt.input_ids[None]
-    out = hf.generate(
-        input_ids=ids, attention_mask=torch.ones_like(ids), mm_token_type_ids=prompt.mm_token_type_ids[None],
-        do_sample=False, max_new_tokens=n, suppress_tokens=list(VISION), **prompt.media,
-    )  # fmt: skip
-    return out[0, len(prompt) :].tolist()
-
-
-def trainer_logps(actor, prompt, rollout: Rollout, temperature: float) -> torch.Tensor:
-    prefix = actor.prefix([prompt], grad=False)
-    ids = rollout.token_ids[None]
-    out = actor.suffix(prefix, ids, torch.tensor([ids.shape[1]]), temperature=temperature, grad=False)
-    return out.logps_NR[0]
 
 
 # ---- against transformers and the trainer ----------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from engine_helpers import END, VISION, generate, requests_for, run, started, trainer_logps
 from helpers import make_prompt, picture
 from runs import run as train
 from runs import same_bits, weights
@@ -33,8 +34,6 @@ pytestmark = pytest.mark.vllm
 pytest.importorskip("vllm")
 
 CPU = torch.device("cpu")
-END = 258  # <|im_end|>
-VISION = (259, 260, 262, 263)
 CONFIGS = ("digits_vllm_cpu.yaml", "digits_cpu.yaml")
 SETTINGS = {"max_model_len": 512, "max_num_seqs": 64, "block_size": 32, "kv_cache_memory_bytes": 64 * 1024**2}
 
@@ -66,9 +65,7 @@ def idle_afterwards(request):
 
 @pytest.fixture(scope="module")
 def embedded(actor, tiny_processor) -> TorchEngine:
-    engine = TorchEngine()
-    engine.start(EngineContext(model=actor, processor=tiny_processor, device=CPU))
-    return engine
+    return started(actor, tiny_processor)
 
 
 @pytest.fixture(scope="module")
@@ -88,47 +85,12 @@ def prompts(tiny_processor):
     ]
 
 
-def requests_for(prompts, params, g: int = 1, seed: int = 0) -> list[Request]:
-    return [Request(b, i, p, params, seed=seed + 1000 * b + i) for b, p in enumerate(prompts) for i in range(g)]
-
-
-def run(engine, requests) -> dict[tuple[int, int], Rollout]:
-    engine.submit(requests)
-    out: list[Rollout] = []
-    for _ in range(10_000):
-        if engine.window is WindowState.IDLE:
-            break
-        out += engine.step()
-    assert engine.window is WindowState.IDLE and len(out) == len(requests) and engine.num_running == 0
-    return {r.key: r for r in out}
-
-
 def same(a: Rollout, b: Rollout) -> bool:
     return (
         torch.equal(a.token_ids, b.token_ids)
         and torch.allclose(a.logps, b.logps, atol=1e-5)
         and (a.text, a.finish_reason) == (b.text, b.finish_reason)
     )
-
-
-def generate(hf, prompt, n: int) -> list[int]:
-    """Transformers' greedy tokens on a copy of the model with its own attention."""
-    hf = copy.deepcopy(hf).eval()
-    hf.set_attn_implementation("sdpa")
-    hf.generation_config = type(hf.generation_config)(pad_token_id=256, eos_token_id=None)
-    ids = prompt.input_ids[None]
-    out = hf.generate(
-        input_ids=ids, attention_mask=torch.ones_like(ids), mm_token_type_ids=prompt.mm_token_type_ids[None],
-        do_sample=False, max_new_tokens=n, suppress_tokens=list(VISION), **prompt.media,
-    )  # fmt: skip
-    return out[0, len(prompt) :].tolist()
-
-
-def trainer_logps(actor, prompt, rollout: Rollout, temperature: float) -> torch.Tensor:
-    prefix = actor.prefix([prompt], grad=False)
-    ids = rollout.token_ids[None]
-    out = actor.suffix(prefix, ids, torch.tensor([ids.shape[1]]), temperature=temperature, grad=False)
-    return out.logps_NR[0]
 
 
 def vllm_model(engine: VLLMEngine):

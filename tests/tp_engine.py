@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 import torch
+from engine_helpers import generate, requests_for, run, trainer_logps
 from helpers import make_prompt, picture
-from test_vllm_engine import changed_weights, generate, requests_for, run, trainer_logps, vllm_model
+from test_vllm_engine import changed_weights, vllm_model
 
 from rollplex.data.records import SamplingParams
 from rollplex.engines import EngineContext, VLLMEngine, WindowState

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollplex.data.records import SamplingParams
+from rollplex.data.records import Request, SamplingParams
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _MIX_A = np.uint64(0xBF58476D1CE4E5B9)
@@ -33,6 +33,26 @@ _ONE = 2.0**40
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------
+
+
+def check_length(request: Request, limit: int, exceeded: str) -> None:
+    """Raises ValueError unless prompt and longest response fit `limit` tokens; `exceeded` says what that limit is."""
+    prompt, row = request.prompt, request.prompt.sample.id
+    if not len(prompt):
+        raise ValueError(f"row {row!r}: the prompt has no tokens")
+    if len(prompt) + request.params.max_tokens > limit:
+        raise ValueError(
+            f"row {row!r}: {len(prompt)} prompt tokens + max_tokens {request.params.max_tokens} exceed {exceeded} "
+            "lower max_completion_length, shorten the prompt or use smaller images"
+        )
+
+
+def not_finite(request: Request, token: int, version: int) -> FloatingPointError:
+    """The error of a row whose log-prob of response token number `token` is no finite number."""
+    return FloatingPointError(
+        f"row {request.prompt.sample.id!r}: the model's logits are not finite at response token {token} (weights "
+        f"version {version})"
+    )
 
 
 def check_params(params: SamplingParams, vocabulary: int) -> None:

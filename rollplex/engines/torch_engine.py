@@ -22,7 +22,7 @@ from rollplex.engines.base import EngineContext, RolloutEngine, WindowState
 from rollplex.engines.decode import Bundle, Layout, OwnKV, decode_step, kv_bytes, make_layout
 from rollplex.engines.graph_decode import GraphDecode
 from rollplex.engines.rows import RowTable, SeenTokens, empty_rollout
-from rollplex.engines.sampling import RuleBook, check_params, sample
+from rollplex.engines.sampling import RuleBook, check_length, check_params, not_finite, sample
 from rollplex.engines.text import Detokenizer
 from rollplex.engines.waiting import WaitingGroups
 from rollplex.models.split_model import SplitModel
@@ -103,15 +103,7 @@ class TorchEngine(RolloutEngine):
             if r.params not in checked:
                 check_params(r.params, vocabulary)
                 checked.add(r.params)
-            row = r.prompt.sample.id
-            if not len(r.prompt):
-                raise ValueError(f"row {row!r}: the prompt has no tokens")
-            if len(r.prompt) + r.params.max_tokens > self._limit:
-                raise ValueError(
-                    f"row {row!r}: {len(r.prompt)} prompt tokens + max_tokens {r.params.max_tokens} exceed the model's "
-                    f"context of {self._limit} (max_position_embeddings): lower max_completion_length, shorten the "
-                    "prompt or use smaller images"
-                )
+            check_length(r, self._limit, f"the model's context of {self._limit} (max_position_embeddings):")
             groups.setdefault((r.group, id(r.prompt)), []).append(r)
         self._waiting.extend(groups.values())
 
@@ -284,10 +276,7 @@ class TorchEngine(RolloutEngine):
                 ids_M[chunk], logps_M[chunk] = ids.cpu().numpy(), logps.cpu().numpy()
         if not np.isfinite(logps_M).all():
             slot = int(slots[np.flatnonzero(~np.isfinite(logps_M))[0]])
-            raise FloatingPointError(
-                f"row {rows.requests[slot].prompt.sample.id!r}: the model's logits are not finite at response token "
-                f"{int(rows.length[slot])} (weights version {self._version})"
-            )
+            raise not_finite(rows.requests[slot], int(rows.length[slot]), self._version)
         rows.append(slots, ids_M, logps_M)
         self._seen.append(slots, ids_M)
         return self._retire(slots, ids_M)

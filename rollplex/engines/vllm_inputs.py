@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rollplex.data.records import Prompt, Request, SamplingParams
+from rollplex.engines.sampling import check_length
 from rollplex.models.split_model import SplitModel
 
 MODALITIES = (("image", 1, "image_grid_thw"), ("video", 2, "video_grid_thw"))
@@ -144,15 +145,8 @@ def check_size(request: Request, limit: int, encoder_tokens: int, merge: int) ->
     limit: most tokens of a sequence; encoder_tokens: most of one picture or video; merge: patches along each side of
     what becomes a token.
     """
+    check_length(request, limit, f"the engine's max_model_len of {limit}: raise it (up to the model's context),")
     prompt, row = request.prompt, request.prompt.sample.id
-    if not len(prompt):
-        raise ValueError(f"row {row!r}: the prompt has no tokens")
-    if len(prompt) + request.params.max_tokens > limit:
-        raise ValueError(
-            f"row {row!r}: {len(prompt)} prompt tokens + max_tokens {request.params.max_tokens} exceed the engine's "
-            f"max_model_len of {limit}: raise it (up to the model's context), lower max_completion_length, shorten "
-            "the prompt or use smaller images"
-        )
     grids = [g for _, _, name in MODALITIES if name in prompt.media for g in prompt.media[name].tolist()]
     largest = max((t * h * w // merge**2 for t, h, w in grids), default=0)
     if largest > encoder_tokens:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from rollplex.data.records import FinishReason, Request, Rollout
+from rollplex.engines.sampling import not_finite
 from rollplex.engines.text import Detokenizer
 
 
@@ -51,10 +52,7 @@ class ResponseReader:
     ) -> Rollout:
         logps_R = torch.tensor(logps, dtype=torch.float32)
         if not torch.isfinite(logps_R).all():
-            raise FloatingPointError(
-                f"row {request.prompt.sample.id!r}: the model's logits are not finite at response token "
-                f"{int(torch.nonzero(~torch.isfinite(logps_R))[0])} (weights version {version})"
-            )
+            raise not_finite(request, int(torch.nonzero(~torch.isfinite(logps_R))[0]), version)
         ended_by_id = reason == "stop" and ids[-1] in request.params.stop_token_ids
         return Rollout(
             group=request.group,

@@ -6,7 +6,7 @@ several (query, key and value; gate and up) becomes as many matrix products, ove
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -57,30 +57,18 @@ class SharedWeights:
     def __init__(self, views: Callable[[nn.Module, SplitModel], Views] = whole_views) -> None:
         """views: what each parameter is made of, from vLLM's model and the trainer's."""
         self._views_of = views
-        self._bound: dict[str, tuple[Tensor, ...]] = {}
 
     def place(self, model: nn.Module, source: SplitModel) -> int:
         self._model, self._source = model, source
         self._views = self._views_of(model, source)
-        self._bound = {}
         used = {v.untyped_storage().data_ptr() for views in self._views.values() for v in views}
         unused = [n for n, p in wanted(model, source) if p.untyped_storage().data_ptr() not in used]
         if unused:
             raise ValueError(f"weights cannot be shared: vLLM's model has no place for {', '.join(unused)}")
-        fused: dict[str, dict[str, tuple[Tensor, ...]]] = {}
         modules = dict(model.named_modules())
         for name, parameter in model.named_parameters():
-            views = self._views[name]
-            module, _, kind = name.rpartition(".")
-            _check_shape(name, parameter, views, modules[module])
-            if len(views) == 1:
-                parameter.data = views[0]
-            else:
-                fused.setdefault(module, {})[kind] = views
-                parameter.data = views[0].new_empty(0)
-            self._bound[name] = views
-        for name, parts in fused.items():
-            read_blocks(modules[name], parts["weight"], parts.get("bias"))
+            _check_shape(name, parameter, self._views[name], modules[name.rpartition(".")[0]])
+        bind(model, self._views)
         return 0
 
     def refresh(self) -> int:
@@ -88,15 +76,38 @@ class SharedWeights:
 
     def verify(self) -> None:
         """Every address is still the trainer's, and the engine's."""
-        now = self._views_of(self._model, self._source)
-        moved = [n for n, views in self._bound.items() if pointers(views) != pointers(now[n])]
-        engine = dict(self._model.named_parameters())
-        moved += [n for n, v in self._bound.items() if len(v) == 1 and engine[n].data_ptr() != v[0].data_ptr()]
-        if moved:
-            raise RuntimeError(
-                f"{len(moved)} weights are no longer shared (first: {moved[0]}): something gave the trainer's or the "
-                "engine's parameters new storage after the engine had started. Update parameters in place only"
-            )
+        check_shared(self._model, self._views, self._views_of(self._model, self._source))
+
+
+def bind(model: nn.Module, shared: Views) -> None:
+    """Let vLLM's parameters in `shared` be their views, in place of storage of their own."""
+    parameters, modules = dict(model.named_parameters()), dict(model.named_modules())
+    fused: dict[str, dict[str, tuple[Tensor, ...]]] = {}
+    for name, views in shared.items():
+        module, _, kind = name.rpartition(".")
+        if len(views) == 1:
+            parameters[name].data = views[0]
+        else:
+            fused.setdefault(module, {})[kind] = views
+            parameters[name].data = views[0].new_empty(0)
+    for name, parts in fused.items():
+        read_blocks(modules[name], parts["weight"], parts.get("bias"))
+
+
+def check_shared(model: nn.Module, bound: Views, now: Views, *, own: Collection[str] = ()) -> None:
+    """Raise unless the trainer's views are where they were at the start, and vLLM's parameters at them.
+
+    own: names of what vLLM has a copy of.
+    """
+    moved = [name for name, views in bound.items() if pointers(views) != pointers(now[name])]
+    engine = dict(model.named_parameters())
+    single = {name: views[0] for name, views in bound.items() if len(views) == 1 and name not in own}
+    moved += [name for name, view in single.items() if engine[name].data_ptr() != view.data_ptr()]
+    if moved:
+        raise RuntimeError(
+            f"{len(moved)} weights are no longer shared (first: {moved[0]}): something gave the trainer's or the "
+            "engine's parameters new storage after the engine had started. Update parameters in place only"
+        )
 
 
 def pointers(views: tuple[Tensor, ...]) -> list[tuple[int, tuple[int, ...]]]:

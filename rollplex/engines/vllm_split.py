@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rollplex.engines.vllm_sharing import pointers, read_blocks
+from rollplex.engines.vllm_sharing import bind, check_shared
 from rollplex.engines.vllm_weights import wanted
 from rollplex.models.split_model import SplitModel
 from rollplex.weights.audit import audit
 from rollplex.weights.families import Heads
-from rollplex.weights.layout import Entry, LayoutPlan, plan_layout, shapes_of
+from rollplex.weights.layout import LayoutPlan, plan_layout, shapes_of
 from rollplex.weights.shards import padded
 from rollplex.weights.views import views
 
@@ -38,50 +38,27 @@ class SplitWeights:
         self.plan = make_plan(model, source, get_tensor_model_parallel_world_size())
         audit(self.plan, shapes_of(wanted(model, source)), shapes_of(model.named_parameters()))
         self._views = self._present_views()
-        self._own: list[tuple[Entry, Tensor]] = []
-        self._bind()
+        parameters = dict(model.named_parameters())
+        self._own = {e.name: (e, parameters[e.name].data) for e in self.plan.on(self.rank) if e.layout == "rebuild"}
+        for _, own in self._own.values():
+            own.zero_()  # padding stays so
+        bind(model, {name: views for name, views in self._views.items() if name not in self._own})
         return self.refresh()
 
     def _present_views(self) -> dict[str, tuple[Tensor, ...]]:
         return views(self.plan, dict(self._source.hf.named_parameters()), gpu=self.rank)
 
-    def _bind(self) -> None:
-        parameters, modules = dict(self._model.named_parameters()), dict(self._model.named_modules())
-        fused: dict[str, dict[str, tuple[Tensor, ...]]] = {}
-        for entry in self.plan.on(self.rank):
-            parameter, parts = parameters[entry.name], self._views[entry.name]
-            module, _, kind = entry.name.rpartition(".")
-            if entry.layout == "rebuild":
-                parameter.data.zero_()  # padding stays so
-                self._own.append((entry, parameter.data))
-            elif len(parts) == 1:
-                parameter.data = parts[0]
-            else:
-                fused.setdefault(module, {})[kind] = parts
-                parameter.data = parts[0].new_empty(0)
-        for name, blocks in fused.items():
-            read_blocks(modules[name], blocks["weight"], blocks.get("bias"))
-
     def refresh(self) -> int:
         """Fill again what has storage of its own; returns its bytes."""
         copied = 0
-        for entry, own in self._own:
+        for entry, own in self._own.values():
             for run, part in zip(self.plan.runs(entry), self._views[entry.name], strict=True):
                 own.narrow(entry.dim, run.engine_start, part.shape[entry.dim]).copy_(part)
                 copied += part.nbytes
         return copied
 
     def verify(self) -> None:
-        now, engine = self._present_views(), dict(self._model.named_parameters())
-        shared = [entry.name for entry in self.plan.on(self.rank) if entry.layout != "rebuild"]
-        moved = [name for name in self._views if pointers(self._views[name]) != pointers(now[name])]
-        single = [name for name in shared if len(self._views[name]) == 1]
-        moved += [name for name in single if engine[name].data_ptr() != self._views[name][0].data_ptr()]
-        if moved:
-            raise RuntimeError(
-                f"{len(moved)} weights of rank {self.rank} are no longer shared (first: {moved[0]}): something gave "
-                "the trainer's or the engine's parameters new storage after the engine's start. Update in place only"
-            )
+        check_shared(self._model, self._views, self._present_views(), own=self._own)
 
 
 def make_plan(model: nn.Module, source: SplitModel, tp: int) -> LayoutPlan:

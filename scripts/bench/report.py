@@ -21,9 +21,7 @@ UNITS = ("units_admitted", "units_refused")
 
 def median_of(rounds: Sequence[Round], contender: str, name: str) -> float | None:
     """Median of one number over the rounds; None when the contender does not report it."""
-    values = [r["steps"][contender].get(name) for r in rounds]
-    known = [v for v in values if v is not None]
-    return statistics.median(known) if known else None
+    return median(r["steps"][contender].get(name) for r in rounds)
 
 
 def summary(rounds: Sequence[Round], contenders: Sequence[str]) -> dict[str, dict[str, float | None]]:
@@ -33,9 +31,9 @@ def summary(rounds: Sequence[Round], contenders: Sequence[str]) -> dict[str, dic
         steps = [r["steps"][name]["step"] for r in rounds]
         row = {key: median_of(rounds, name, key) for key in (*SECONDS, *COUNTS, *UNITS, "inner", "peak_rss_mib")}
         row["step_min"], row["step_max"] = min(steps), max(steps)
-        row["overlap_efficiency"] = _median(share(r, name, "prefix_hidden", "prefix") for r in rounds)
-        row["overhead"] = _median(share(r, name, "overhead", "inner") for r in rounds)
-        row["decode_slowdown"] = _median(slowdown(r, name) for r in rounds)
+        row["overlap_efficiency"] = median(share(r, name, "prefix_hidden", "prefix") for r in rounds)
+        row["overhead"] = median(share(r, name, "overhead", "inner") for r in rounds)
+        row["decode_slowdown"] = median(slowdown(r, name) for r in rounds)
         out[name] = row
     return out
 
@@ -68,7 +66,7 @@ def ratios(rounds: Sequence[Round], contenders: Sequence[str]) -> list[dict[str,
     return out
 
 
-def _median(values: Any) -> float | None:
+def median(values: Any) -> float | None:
     known = [v for v in values if v is not None]
     return statistics.median(known) if known else None
 

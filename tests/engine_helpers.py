@@ -1,0 +1,62 @@
+"""What every engine is tested with: requests, a run to the end, and transformers and the trainer to compare with."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+
+from rollplex.data.records import Request, Rollout
+from rollplex.engines import EngineContext, RolloutEngine, TorchEngine, WindowState
+
+END = 258  # <|im_end|>
+VISION = (259, 260, 262, 263)
+
+
+def started(actor, processor, **settings) -> TorchEngine:
+    engine = TorchEngine(**settings)
+    engine.start(EngineContext(model=actor, processor=processor, device=actor.device))
+    return engine
+
+
+def requests_for(prompts, params, g: int = 1, seed: int = 0) -> list[Request]:
+    return [Request(b, i, p, params, seed=seed + 1000 * b + i) for b, p in enumerate(prompts) for i in range(g)]
+
+
+def drain(engine: RolloutEngine) -> list[Rollout]:
+    """Step until nothing is left; an engine that counts its prompts' K/V then holds none."""
+    out: list[Rollout] = []
+    for _ in range(10_000):
+        if engine.window is WindowState.IDLE:
+            break
+        out += engine.step()
+    assert engine.window is WindowState.IDLE and engine.num_running == 0
+    assert not isinstance(engine, TorchEngine) or engine.prompt_kv_bytes == 0
+    return out
+
+
+def run(engine: RolloutEngine, requests) -> dict[tuple[int, int], Rollout]:
+    engine.submit(requests)
+    out = drain(engine)
+    assert len(out) == len(requests)
+    return {r.key: r for r in out}
+
+
+def generate(hf, prompt, n: int, eos=None) -> list[int]:
+    """Transformers' greedy tokens on a copy of the model with its own attention."""
+    hf = copy.deepcopy(hf).eval()
+    hf.set_attn_implementation("sdpa")
+    hf.generation_config = type(hf.generation_config)(pad_token_id=256, eos_token_id=eos)
+    ids = prompt.input_ids[None]
+    out = hf.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), mm_token_type_ids=prompt.mm_token_type_ids[None],
+        do_sample=False, max_new_tokens=n, suppress_tokens=list(VISION), **prompt.media,
+    )  # fmt: skip
+    return out[0, len(prompt) :].tolist()
+
+
+def trainer_logps(actor, prompt, rollout: Rollout, temperature: float) -> torch.Tensor:
+    prefix = actor.prefix([prompt], grad=False)
+    ids = rollout.token_ids[None]
+    out = actor.suffix(prefix, ids, torch.tensor([ids.shape[1]]), temperature=temperature, grad=False)
+    return out.logps_NR[0]
