@@ -19,7 +19,7 @@ from rollplex.cores import LaneThreads
 from rollplex.data.records import Request, Rollout
 from rollplex.engines.base import EngineContext, RolloutEngine, WindowState
 from rollplex.streams import LaneStreams
-from rollplex.timeline import ROLLOUT_LANE, Timeline
+from rollplex.timeline import RELEASE_KV, RESTORE_KV, ROLLOUT_LANE, Timeline
 
 log = logging.getLogger(__name__)
 
@@ -138,9 +138,15 @@ class RolloutLane:
 
         def submit(engine: RolloutEngine) -> None:
             self._streams.take(event, tensors)
+            self._move_kv(RESTORE_KV, engine.restore_kv)
             engine.submit(requests)
 
         self.call(submit, limit=limit)
+
+    def release_kv(self, *, limit: float | None = None) -> int:
+        """The engine, which is idle, gives the memory of its K/V pool back until the next `submit`; returns the bytes
+        freed, 0 when they were already. The move is a span of the timeline."""
+        return int(self.call(lambda engine: self._move_kv(RELEASE_KV, engine.release_kv), limit=limit))
 
     def publish(self, version: int, *, limit: float | None = None) -> None:
         """The trainer's weights are at `version`: the engine takes them over."""
@@ -181,6 +187,14 @@ class RolloutLane:
             log.warning("the engine is stuck; its thread is left behind and ends with this process")
 
     # ---- on the lane's own thread ----
+
+    def _move_kv(self, name: str, move: Callable[[], int]) -> int:
+        """Run `move` (it returns bytes); a span of its time and bytes unless nothing moved."""
+        start = time.perf_counter()
+        moved = move()
+        if moved:
+            self._timeline.add(ROLLOUT_LANE, name, start, time.perf_counter(), bytes=moved)
+        return moved
 
     def _abort(self, engine: RolloutEngine) -> None:
         for rollout in engine.abort():

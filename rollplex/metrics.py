@@ -10,7 +10,7 @@ import torch
 
 from rollplex.admission import Admission
 from rollplex.rewards.outcome import Reason
-from rollplex.timeline import PHASES, ROLLOUT_LANE, TRAIN_LANE, Timeline
+from rollplex.timeline import PHASES, RELEASE_KV, RESTORE_KV, ROLLOUT_LANE, TRAIN_LANE, Timeline
 
 if TYPE_CHECKING:
     from rollplex.step import GRPOStep
@@ -54,6 +54,10 @@ METRICS: dict[str, tuple[str, str]] = {
     "time/hidden": ("s", "train-lane unit time that ran inside the rollout phase"),
     "time/window": ("s", "time of decode steps: where units may be hidden"),
     "time/reused": ("s", "time of prefix units whose K/V the engine took instead of prefilling"),
+    "time/release_kv": ("s", "time of giving the engine's K/V memory back after the rollout"),
+    "time/restore_kv": ("s", "time of taking it again before the next one"),
+    "kv_bytes_released": ("bytes", "K/V memory that the engine gave back after the rollout"),
+    "kv_bytes_restored": ("bytes", "K/V memory that it took again before the rollout"),
     "time/idle/{lane}": ("s", "time of the step in which a lane (rollout, train) did nothing"),
     "overlap_efficiency": (
         "fraction",
@@ -132,7 +136,8 @@ def time_metrics(timeline: Timeline, seconds: float, tokens: int) -> dict[str, f
             out[f"time/{span.name}"] = out.get(f"time/{span.name}", 0.0) + span.seconds
         elif span.lane == TRAIN_LANE and span.arguments.get("hidden"):
             out["time/hidden"] = out.get("time/hidden", 0.0) + span.seconds
-    rollout = timeline.seconds(ROLLOUT_LANE)
+    out |= _kv_metrics(timeline)
+    rollout = timeline.seconds(ROLLOUT_LANE) - out.get("time/release_kv", 0.0) - out.get("time/restore_kv", 0.0)
     if rollout > 0:
         out["rollout_tokens_per_second"] = tokens / rollout
     out["time/window"] = timeline.seconds(ROLLOUT_LANE, "decode")
@@ -145,6 +150,17 @@ def time_metrics(timeline: Timeline, seconds: float, tokens: int) -> dict[str, f
         hidden = sum(s.seconds for s in prefixes if s.arguments["hidden"])
         out["overlap_efficiency"] = hidden / sum(s.seconds for s in prefixes)
     return out
+
+
+def _kv_metrics(timeline: Timeline) -> dict[str, float]:
+    """What moved of the engine's K/V memory, and how long it took; empty when nothing did."""
+    out: dict[str, float] = {}
+    spans = [s for s in timeline.spans() if s.lane == ROLLOUT_LANE]
+    for move, what in ((RELEASE_KV, "released"), (RESTORE_KV, "restored")):
+        mine = [s for s in spans if s.name == move]
+        out[f"time/{move}"] = sum(s.seconds for s in mine)
+        out[f"kv_bytes_{what}"] = float(sum(s.arguments["bytes"] for s in mine))
+    return out if any(out.values()) else {}
 
 
 def admission_metrics(admission: Admission) -> dict[str, float]:

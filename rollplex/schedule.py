@@ -113,6 +113,8 @@ class Executor:
             self.lane.submit(requests(), limit=self.timeout)
             self._overlapped(pending, state, collect)
             self._learn_decode_times()
+            if self.lane.engine.releases_kv:
+                self.lane.release_kv(limit=self.timeout)
             self.enter(Phase.SCORE)
             self._finish(pending, state, Phase.SCORE)
             self.enter(Phase.TRAIN)

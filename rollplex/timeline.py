@@ -14,6 +14,8 @@ from typing import Any
 ROLLOUT_LANE = "rollout"
 TRAIN_LANE = "train"
 PHASES = "phase"
+RELEASE_KV, RESTORE_KV = "release_kv", "restore_kv"
+"""Spans of the rollout lane in which K/V memory is given back and taken again (argument `bytes`)."""
 
 
 @dataclass(frozen=True)

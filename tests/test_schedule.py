@@ -31,10 +31,12 @@ def requests(groups: int, g: int) -> list[Request]:
 class Bench:
     """An executor over a scripted engine, with a log of everything that happened."""
 
-    def __init__(self, groups: int = 2, g: int = 2, *, lengths=None, timeout=None, **engine) -> None:
+    def __init__(
+        self, groups: int = 2, g: int = 2, *, lengths=None, timeout=None, kind: type[FakeEngine] = FakeEngine, **engine
+    ) -> None:
         self.groups, self.g = groups, g
         lengths = lengths or {}
-        self.engine = FakeEngine(lambda r: Scripted([65] * lengths.get(r.key, 1 + r.group + r.index)), **engine)
+        self.engine = kind(lambda r: Scripted([65] * lengths.get(r.key, 1 + r.group + r.index)), **engine)
         self.timeline = Timeline()
         self.lane = RolloutLane(self.engine, self.timeline)
         self.log: list[tuple] = []

@@ -48,6 +48,9 @@ class RolloutEngine(ABC):
     takes_prefix: bool = False
     """Whether a prompt whose prefix the trainer has computed (`Request.prefix.state`) needs no prefill here."""
 
+    releases_kv: bool = False
+    """Whether the K/V memory is given back after each rollout of training and taken again before the next one."""
+
     @abstractmethod
     def start(self, context: EngineContext) -> None:
         """Build the engine. Called once, on the rollout lane, after the strategy has placed the model."""
@@ -89,11 +92,15 @@ class RolloutEngine(ABC):
         `version` on every rollout from now on. Must not be called while requests are unfinished."""
 
     def release_kv(self) -> int:
-        """Give the KV pool's memory back; returns the bytes freed. Only when idle."""
+        """Give the memory of the K/V pool back; returns the bytes freed, 0 when they were already.
+
+        Only when idle. What the pool held is lost, weights and every other address stay. `publish` may come before or
+        after. An engine without a pool does nothing.
+        """
         return 0
 
     def restore_kv(self) -> int:
-        """Take the KV pool's memory again; returns the bytes taken."""
+        """Take the pool's memory again, for the next `submit`; returns the bytes taken, 0 when they were held."""
         return 0
 
     @abstractmethod

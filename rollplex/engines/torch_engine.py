@@ -37,7 +37,8 @@ class TorchEngine(RolloutEngine):
     max_num_seqs: rows decoded at once, over all groups. max_prefill_tokens: prompt tokens prefilled in one step (a
     longer prompt is prefilled alone, and prompts of one prefix pass stay together). cuda_graphs: decode with steps of
     fixed shapes that CUDA replays as one graph each (engines/graph_decode.py); "eager" runs these steps without a
-    graph, on any device. Either gives own K/V room for the longest response allowed at once.
+    graph, on any device. Either gives own K/V room for the longest response allowed at once. release_kv_cache: give the
+    memory of the rows' own K/V back after each rollout of training; CUDA graphs are then captured again.
 
     The model's vision placeholder tokens are never sampled, whatever a request says.
     """
@@ -45,14 +46,16 @@ class TorchEngine(RolloutEngine):
     takes_prefix = True
 
     def __init__(
-        self, *, max_num_seqs: int = 256, max_prefill_tokens: int = 8192, cuda_graphs: bool | Literal["eager"] = False
-    ) -> None:
+        self, *, max_num_seqs: int = 256, max_prefill_tokens: int = 8192,
+        cuda_graphs: bool | Literal["eager"] = False, release_kv_cache: bool = False,
+    ) -> None:  # fmt: skip
         if max_num_seqs < 1 or max_prefill_tokens < 1:
             raise ValueError(f"{max_num_seqs=} and {max_prefill_tokens=} must be at least 1")
         if cuda_graphs not in (False, True, "eager"):
             raise ValueError(f'{cuda_graphs=} must be true, false or "eager"')
         self.max_num_seqs = max_num_seqs
         self.max_prefill_tokens = max_prefill_tokens
+        self.releases_kv = release_kv_cache
         self.decode_steps = 0
         """Decode steps since the start."""
         self.decoded_rows = 0

@@ -61,7 +61,8 @@ class VLLMEngine(RolloutEngine):
             tower makes of them, and holds no vision weights.
         tensor_parallel_size: Processes that share the engine, each with one rank of it, started by torchrun. All must
             submit, step, abort and publish alike.
-        release_kv_cache: Allow `release_kv` on a GPU (vLLM's sleep mode: KV memory from its own allocator).
+        release_kv_cache: Give the KV cache's memory back while the trainer scores, trains and updates (on a GPU by
+            vLLM's sleep mode, which takes KV memory from an allocator of its own).
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class VLLMEngine(RolloutEngine):
         self.enforce_eager = enforce_eager
         self.vision = vision
         self.tensor_parallel_size = tensor_parallel_size
-        self.release_kv_cache = release_kv_cache
+        self.release_kv_cache = self.releases_kv = release_kv_cache
         self.copied_bytes = 0
         """Bytes of weights copied by the last `publish` (or by the start)."""
         self._weights: WeightBinding = CopiedWeights()

@@ -9,12 +9,17 @@ import torch
 
 class KVMemory:
     """On CUDA vLLM's sleep mode does it (addresses stay, graphs stay valid). On a CPU that mode does nothing, so the
-    storage behind all layers' views is resized: the views stay valid too."""
+    storage behind all layers' views is resized: the views stay valid too.
+
+    Only KV memory is touched, by its tag: a full sleep would move weights away and wake with others, and here they are
+    the trainer's.
+    """
 
     def __init__(self, engine: Any, caches: list[torch.Tensor], *, on_cpu: bool) -> None:
         """caches: one view per layer."""
         self._engine = engine
         self._on_cpu = on_cpu
+        self._device = caches[0].device
         self._storages = list({s.data_ptr(): s for s in (t.untyped_storage() for t in caches)}.values())
         self._sizes = [s.nbytes() for s in self._storages]
         self.released = False
@@ -24,11 +29,20 @@ class KVMemory:
         """Bytes of the whole cache, held or not."""
         return sum(self._sizes)
 
+    @property
+    def held(self) -> int:
+        """Bytes that it has now: on a CPU of its storages, on CUDA what is in use on the whole device."""
+        if self._on_cpu:
+            return sum(s.nbytes() for s in self._storages)
+        free, total = torch.cuda.mem_get_info(self._device)
+        return total - free
+
     def release(self) -> int:
-        """Bytes given back; 0 when they were already. No request is unfinished, no prefix is cached."""
+        """Bytes given back, as measured; 0 when they were already. No request is unfinished, no prefix is cached."""
         if self.released:
             return 0
         self._engine.step()  # the worker forgets the requests that ended last
+        before = self.held
         if self._on_cpu:
             for storage in self._storages:
                 storage.resize_(0)
@@ -36,12 +50,15 @@ class KVMemory:
             self._engine.engine_core.engine_core.pause_scheduler("abort")
             self._engine.release_kv_cache_memory()
         self.released = True
-        return self.nbytes
+        return before - self.held
 
     def restore(self) -> int:
-        """Bytes taken; 0 when they were held."""
+        """Bytes taken, as measured; 0 when they were held."""
         if not self.released:
             return 0
+        if not self._on_cpu:
+            torch.cuda.empty_cache()  # what the trainer's allocator keeps for later is not free to vLLM's
+        before = self.held
         if self._on_cpu:
             for storage, size in zip(self._storages, self._sizes, strict=True):
                 storage.resize_(size)
@@ -51,4 +68,4 @@ class KVMemory:
             self._engine.wake_up(["kv_cache"])
             self._engine.engine_core.engine_core.resume_scheduler()
         self.released = False
-        return self.nbytes
+        return self.held - before

@@ -45,7 +45,8 @@ def engine_of(name: str, callbacks: list[type]) -> tuple[RolloutEngine, list[typ
         raise Missing("vLLM keeps a K/V cache of its own, so it cannot take a prefix")
     if importlib.util.find_spec("vllm") is None:
         raise Missing("vLLM is not installed")
-    return VLLMEngine(), [SharedWeights, *callbacks]
+    # Memory is not short here, and no other contender gives its own back.
+    return VLLMEngine(release_kv_cache=False), [SharedWeights, *callbacks]
 
 
 LANE_SETTINGS = ("rollout_threads", "train_threads", "admission")
