@@ -352,7 +352,7 @@ def two_ranks():
     return plan, shapes_of(tensors.items()), engine_shapes(plan)
 
 
-def test_audit_sees_an_engine_tensor_without_plan(two_ranks):
+def test_sync_06_audit_sees_an_engine_tensor_without_plan(two_ranks):
     plan, trainer, engine = two_ranks
     short = replace(plan, entries=tuple(entry for entry in plan.entries if entry.name != QKV))
     with pytest.raises(LayoutError, match=rf"the engine's {QKV} is not in the plan"):
@@ -363,7 +363,7 @@ def test_audit_sees_an_engine_tensor_without_plan(two_ranks):
         audit(replace(plan, entries=(*plan.entries, *(e for e in plan.entries if e.name == QKV))), trainer, engine)
 
 
-def test_audit_sees_slices_doubled_missing_or_shifted(two_ranks):
+def test_sync_06_audit_sees_slices_doubled_missing_or_shifted(two_ranks):
     plan, trainer, engine = two_ranks
     pieces = next(entry.pieces for entry in plan.on(1) if entry.name == QKV)
     with pytest.raises(LayoutError, match=r"two slices at \[0, 128\)"):
@@ -381,7 +381,7 @@ def test_audit_sees_slices_doubled_missing_or_shifted(two_ranks):
         audit(changed(plan, QKV, pieces=shifted), trainer, engine)
 
 
-def test_audit_sees_an_unused_trainer_tensor(two_ranks):
+def test_sync_06_audit_sees_an_unused_trainer_tensor(two_ranks):
     plan, trainer, engine = two_ranks
     more = trainer | {"model.language_model.layers.0.self_attn.sinks": ((8,), torch.float32)}
     with pytest.raises(LayoutError, match=r"the trainer's model.language_model.layers.0.self_attn.sinks is not used"):
@@ -391,7 +391,7 @@ def test_audit_sees_an_unused_trainer_tensor(two_ranks):
         audit(plan, fewer, engine)
 
 
-def test_audit_sees_wrong_shapes_and_dtypes(two_ranks):
+def test_sync_06_audit_sees_wrong_shapes_and_dtypes(two_ranks):
     plan, trainer, engine = two_ranks
     with pytest.raises(LayoutError, match=r"the engine has shape \(190, 256\), the plan \(192, 256\)"):
         audit(plan, trainer, engine | {QKV: ((190, 256), torch.float32)})

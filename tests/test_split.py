@@ -154,8 +154,8 @@ def test_stale_prefix_is_refused(tiny_parity_model, tiny_processor):
         actor.suffix(state, ids, lengths, temperature=1.0, grad=False)
 
 
-def test_banned_tokens_in_a_response_leave_a_finite_loss(tiny_parity_model, tiny_processor):
-    """TOK-05b: image placeholders that come in a response anyway bind no features and take no part in the loss."""
+def test_tok_05b_banned_tokens_in_a_response_leave_a_finite_loss(tiny_parity_model, tiny_processor):
+    """Image placeholders that come in a response anyway bind no features and take no part in the loss."""
     actor = Qwen2_5VL(tiny_parity_model)
     state = actor.prefix(prompts_for("image", tiny_processor)[0], grad=True)
     ids = torch.tensor([[10, actor.config.image_token_id, 30], [10, 20, 30]])
@@ -167,8 +167,7 @@ def test_banned_tokens_in_a_response_leave_a_finite_loss(tiny_parity_model, tiny
     assert torch.isfinite(out.logps_NR).all()
 
 
-def test_dropout_is_refused(tiny_parity_model):
-    """LP-06."""
+def test_lp_06_dropout_is_refused(tiny_parity_model):
     tiny_parity_model.config.text_config.attention_dropout = 0.1
     with pytest.raises(ValueError, match=r"attention_dropout=0\.1"):
         Qwen2_5VL(tiny_parity_model)

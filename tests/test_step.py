@@ -9,6 +9,7 @@ import time
 import pytest
 import torch
 from fake_engine import FakeEngine, Scripted
+from lightning.pytorch.callbacks import ModelCheckpoint
 from runs import PictureTask, largest_difference, run, same_bits, weights
 
 from rollplex.callbacks import GroupStreaming, PrefixOverlap
@@ -223,6 +224,39 @@ def test_lp_15_reward_sees_its_own_row(parity_folder, tmp_path):
             pictures = len(group.prompt.sample["sizes"])
             grid = group.prompt.media.get("image_grid_thw", torch.zeros(0, 3))
             assert len(grid) == pictures
+
+
+class NumberedTask(PictureTask):
+    """The prompt says which row it is of; row 5 cannot be a prompt."""
+
+    def messages(self, sample):
+        if sample["number"] == 5:
+            raise ValueError("no picture")
+        return [
+            {
+                "role": "user",
+                "content": [*super().messages(sample)[0]["content"][:-1], {"type": "text", "text": sample.id}],
+            }
+        ]
+
+    def reward(self, sample, response):
+        return sample["number"] + response.index / 10
+
+
+@pytest.mark.filterwarnings("ignore:skipped row")
+def test_lp_15_rewards_are_of_their_own_row_after_a_filter_and_a_resume(parity_folder, tmp_path):
+    keep = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=3, save_top_k=-1, filename="{step}")
+    settings = dict(task=NumberedTask(rows=8), trainer={"enable_checkpointing": True})
+    straight = run(parity_folder, tmp_path, steps=5, callbacks=[keep], **settings).seen
+    resumed = run(parity_folder, tmp_path, steps=5, ckpt_path=str(tmp_path / "step=3.ckpt"), **settings).seen
+    assert len(resumed) == 2 and any(len(out["groups"]) == 3 for out in straight)
+    for out in (*straight, *resumed):
+        for group in out["groups"]:
+            number = group.prompt.sample["number"]
+            assert f"train-{number}<" in group.prompt.text
+            assert group.rewards.tolist() == pytest.approx([number + i / 10 for i in range(4)])
+    rows = [[[g.prompt.sample.id for g in out["groups"]] for out in part] for part in (straight[3:], resumed)]
+    assert rows[0] == rows[1]
 
 
 # ---- schedules ----

@@ -510,6 +510,19 @@ def test_publish_and_release_only_between_rollouts(actor, tiny_processor, prompt
 # ---- refusals and the end --------------------------------------------------------------------------------------------
 
 
+def test_tok_11_a_prompt_that_lost_its_pixels_is_refused(actor, tiny_processor, prompts):
+    engine = started(actor, tiny_processor)
+    checked = 0
+    for prompt in prompts:
+        for lost in prompt.media.keys() - {"second_per_grid_ts"}:
+            without = replace(prompt, media={k: v for k, v in prompt.media.items() if k != lost})
+            with pytest.raises(ValueError, match=f"tokens but no {lost}"):
+                engine.submit(requests_for([without], SamplingParams(max_tokens=3)))
+            assert engine.window is WindowState.IDLE
+            checked += 1
+    assert checked >= 4
+
+
 def test_requests_that_cannot_run_are_refused(actor, tiny_processor, prompts):
     engine = started(actor, tiny_processor)
     room = 4096 - len(prompts[0])

@@ -32,6 +32,13 @@ _ONE = 2.0**40
 """Integer weight of the likeliest token: tokens less likely than it by more than this factor are never drawn."""
 
 
+MEDIA = (
+    ("image", 1, ("pixel_values", "image_grid_thw")),
+    ("video", 2, ("pixel_values_videos", "video_grid_thw")),
+)
+"""Name, value in mm_token_type_ids, tensors that come with such tokens."""
+
+
 # ---- checks ----------------------------------------------------------------------------------------------------------
 
 
@@ -40,6 +47,13 @@ def check_length(request: Request, limit: int, exceeded: str) -> None:
     prompt, row = request.prompt, request.prompt.sample.id
     if not len(prompt):
         raise ValueError(f"row {row!r}: the prompt has no tokens")
+    for kind, code, names in MEDIA:
+        lost = [name for name in names if name not in prompt.media]
+        if lost and bool((prompt.mm_token_type_ids == code).any()):
+            raise ValueError(
+                f"row {row!r}: the prompt has {kind} tokens but no {lost[0]}: a model would read them as text. Keep "
+                "the prompt's media"
+            )
     if len(prompt) + request.params.max_tokens > limit:
         raise ValueError(
             f"row {row!r}: {len(prompt)} prompt tokens + max_tokens {request.params.max_tokens} exceed {exceeded} "
