@@ -1,4 +1,5 @@
-"""`rollplex verify`: a config's first rollout batches under every schedule, and how far apart the results are."""
+"""`rollplex verify`: a config's first rollout batches under every schedule, and how far apart the results are; and how
+far the config's engine is from the trainer."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
 
@@ -26,6 +28,7 @@ from rollplex.ablation import Recorder, RunTrace, Schedule
 from rollplex.cli import RollplexCLI
 from rollplex.comparison import Case, case_table, difference_table, dumps, judge, work_table
 from rollplex.grpo.losses import LossType
+from rollplex.parity import EngineParity, parity_lines, parity_table
 from rollplex.strategy import RollplexStrategy
 
 SERIAL = Schedule("serial")
@@ -44,6 +47,9 @@ TRAINER: dict[str, Any] = {
 }  # fmt: skip
 """Settings of the Trainer that change nothing of the steps; the recorder ends the run."""
 
+KEPT = ("SharedWeights",)
+"""Callbacks of the config that stay whatever the schedule: how the engine gets its weights is not one of it."""
+
 SWEEP = [
     {"loss_type": loss_type, "beta": beta, "num_mini_batches": mini_batches, "num_iterations": iterations}
     for loss_type, beta, (mini_batches, iterations) in itertools.product(
@@ -57,7 +63,10 @@ class VerifyCLI(RollplexCLI):
     """The settings of `rollplex fit` plus verify's own; builds trainer, model and data once per schedule."""
 
     def __init__(self, args: list[str]) -> None:
-        about = "Train a few rollout batches under every schedule from one seed, and compare with the serial schedule."
+        about = (
+            "Train a few rollout batches under every schedule from one seed, and compare with the serial schedule. "
+            "Then compare the engine's log-probabilities and greedy tokens with the trainer's, before and after them."
+        )
         super().__init__(
             args=args,
             run=False,
@@ -78,6 +87,15 @@ class VerifyCLI(RollplexCLI):
             help="relative, where sums may have another order: streaming in any order, and everything on CUDA",
         )  # fmt: skip
         parser.add_argument("--cases", choices=["one", "all"], default="one", help="all: sweep loss settings as well")
+        parser.add_argument(
+            "--engine_parity", choices=["also", "only", "skip"], default="also",
+            help="compare the engine with the trainer: after the schedules, or nothing else, or not",
+        )  # fmt: skip
+        parser.add_argument(
+            "--engine_tolerance", type=NonNegativeFloat | None, default=None,
+            help="nats, at temperature 1 and above (divided by a lower one). Default: 1e-5 on the largest difference "
+            "in float32; 3e-2 on the mean in bfloat16, where greedy tokens are not judged",
+        )  # fmt: skip
         parser.add_argument("--batch_size", type=PositiveInt | None, default=None, help="prompts per rollout batch")
         parser.add_argument("--json", type=str | None, default=None, help="write all numbers to this file")
 
@@ -94,7 +112,8 @@ class VerifyCLI(RollplexCLI):
         """Fresh trainer, model and data under a schedule, with these settings of the model instead of the config's."""
         self.config = copy.deepcopy(self.parsed)
         self.config.trainer.update(Namespace(TRAINER))
-        self.config.trainer.callbacks = [self._callback(name, schedule) for name in schedule.callbacks]
+        kept = [copy.deepcopy(callback) for name, callback in self.listed.items() if name in KEPT]
+        self.config.trainer.callbacks = kept + [self._callback(name, schedule) for name in schedule.callbacks]
         self.config.trainer.strategy = self.pinned_strategy(threads)[0]
         for name, value in settings.items():
             self.config[f"model.init_args.{name}"] = value
@@ -152,15 +171,26 @@ class Verifier:
 
     def run(self, schedule: Schedule, settings: dict[str, Any]) -> RunTrace:
         """One schedule from the start."""
-        cli, recorder = self.cli, Recorder(self.cli.parsed.steps)
+        recorder = Recorder(self.cli.parsed.steps)
+        self._fit(schedule, settings, recorder, quiet=schedule is not SERIAL)  # warnings are shown with the first run
+        return recorder.trace
+
+    def parity(self, *, quiet: bool) -> EngineParity:
+        """The engine against the trainer, in a serial run of its own."""
+        parity = EngineParity(self.cli.parsed.steps, self.cli.parsed.engine_tolerance)
+        self._fit(SERIAL, {}, parity, quiet=quiet)
+        return parity
+
+    def _fit(self, schedule: Schedule, settings: dict[str, Any], watch: Callback, *, quiet: bool) -> None:
+        cli = self.cli
         torch.set_num_threads(self.torch_threads)
         try:
             with warnings.catch_warnings():
-                if schedule is not SERIAL:
-                    warnings.simplefilter("ignore")  # they were shown with the first run
+                if quiet:
+                    warnings.simplefilter("ignore")
                 seed_everything(self.seed, workers=True, verbose=False)
                 cli.build(schedule, settings, self.threads)
-                cli.trainer.callbacks.append(recorder)  # type: ignore[attr-defined]
+                cli.trainer.callbacks.append(watch)  # type: ignore[attr-defined]
                 fit = {"ckpt_path": cli.parsed.ckpt_path, "weights_only": cli.parsed.get("weights_only")}
                 cli.trainer.fit(cli.model, datamodule=cli.datamodule, **fit)
                 self.device = cli.trainer.strategy.root_device
@@ -174,7 +204,6 @@ class Verifier:
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
-        return recorder.trace
 
     def case(self, settings: dict[str, Any]) -> Case:
         """Serial, the others against it, and serial again when something differs."""
@@ -216,11 +245,32 @@ def _verify(verifier: Verifier, console: Console, target: Path | None) -> int:
     options = verifier.cli.parsed
     for note in _notes(verifier):
         console.print(note, markup=False, highlight=False)
+    cases = [] if options.engine_parity == "only" else _schedules(verifier, console)
+    passed = all(case.passed for case in cases)
+    report: dict[str, Any] = {}
+    if options.engine_parity != "skip":
+        parity = verifier.parity(quiet=bool(cases))
+        passed = passed and parity.passed
+        report["engine"] = [asdict(check) | {"passed": check.passed} for check in parity.checks]
+        console.print(parity_table(parity))
+        for line in parity_lines(parity):
+            console.print(line, markup=False, highlight=False)
+    if cases:
+        report |= {"case": cases[0].as_json(), "sweep": [case.as_json() for case in cases[1:]]}
+    if target is not None:
+        head = {"passed": passed, "steps": options.steps, "tolerance": options.tolerance, "seed": verifier.seed}
+        target.write_text(dumps(head | report))
+    console.print("PASSED" if passed else "FAILED", style="bold")
+    return 0 if passed else 1
+
+
+def _schedules(verifier: Verifier, console: Console) -> list[Case]:
+    """The config's case, and those of the sweep if asked for; prints them."""
     cases = [verifier.case({})]
     console.print(difference_table(cases[0]), work_table(cases[0]))
     for r in cases[0].results:
         console.print(r.summary, markup=False, highlight=False)
-    if options.cases == "all":
+    if verifier.cli.parsed.cases == "all":
         for number, settings in enumerate(SWEEP, 1):
             console.print(f"case {number} of {len(SWEEP)}: {settings}", markup=False, highlight=False)
             cases.append(verifier.case(settings))
@@ -228,18 +278,13 @@ def _verify(verifier: Verifier, console: Console, target: Path | None) -> int:
     if not all(case.reproducible for case in cases):
         console.print("The serial schedule does not reproduce itself either: look for a reward, task or kernel that is")
         console.print("not deterministic before blaming a schedule.")
-    passed = all(case.passed for case in cases)
-    if target is not None:
-        head = {"passed": passed, "steps": options.steps, "tolerance": options.tolerance, "seed": verifier.seed}
-        target.write_text(dumps(head | {"case": cases[0].as_json(), "sweep": [case.as_json() for case in cases[1:]]}))
-    console.print("PASSED" if passed else "FAILED", style="bold")
-    return 0 if passed else 1
+    return cases
 
 
 def _notes(verifier: Verifier) -> list[str]:
     """What is not as the config says."""
     cli = verifier.cli
-    dropped = sorted(set(cli.listed) - {name for schedule in OTHERS for name in schedule.callbacks})
+    dropped = sorted(set(cli.listed) - {*KEPT, *(name for schedule in OTHERS for name in schedule.callbacks)})
     notes = ["Loggers, checkpoints and validation are off."]
     pinned = cli.pinned_strategy(verifier.threads)[1]
     if "admission" in pinned:

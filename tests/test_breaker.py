@@ -400,7 +400,7 @@ def test_verify_leaves_out_what_the_engine_cannot_do(parity_folder, tmp_path, ca
     text = text.replace("models/tiny-digits", str(parity_folder))
     text = text.replace("rollplex.engines.torch_engine.TorchEngine", "test_breaker.OwnCache")
     (tmp_path / "c.yaml").write_text(text)
-    options = ["--steps", "1", "--batch_size", "4", "--model.init_args.num_generations", "2"]
+    options = ["--steps", "1", "--batch_size", "4", "--model.init_args.num_generations", "2", "--engine_parity", "skip"]
     assert verify(["--config", str(tmp_path / "c.yaml"), *options]) == 0
     out = capsys.readouterr().out
     assert "the engine keeps a K/V cache of its own: streaming, prefill reused" in out

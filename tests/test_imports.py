@@ -41,7 +41,7 @@ LAYERS = [
     ("schedule", {"evaluation", "lanes", "schedule", "step"}),
     ("strategy", {"colocation", "deepspeed_strategy", "strategy"}),
     ("module", {"export", "module"}),
-    ("cli", {"__main__", "ablation", "cli", "comparison", "verify"}),
+    ("cli", {"__main__", "ablation", "cli", "comparison", "parity", "verify"}),
 ]
 LEVEL = {name: level for level, (_, names) in enumerate(LAYERS) for name in names}
 

@@ -1,7 +1,9 @@
-"""`rollplex verify`: schedules agree on a sound build, every sort of fault is caught and named, empty proofs are told."""
+"""`rollplex verify`: schedules agree on a sound build, every sort of fault is caught and named, empty proofs are told;
+the engine agrees with the trainer, or what differs is named."""
 
 from __future__ import annotations
 
+import copy
 import io
 import itertools
 import json
@@ -18,11 +20,16 @@ from rich.console import Console
 from runs import PictureTask
 
 import rollplex.cli
+from rollplex import parity
 from rollplex import verify as command
 from rollplex.ablation import RunTrace, Schedule, StepTrace, Work
 from rollplex.callbacks import GroupStreaming, PrefixOverlap
 from rollplex.comparison import RESPONSES, dumps, judge
 from rollplex.data.records import Rollout
+from rollplex.engines import TorchEngine, torch_engine
+from rollplex.engines.sampling import sample, support
+from rollplex.models.registry import split
+from rollplex.models.tiny import build_tiny
 from rollplex.verify import OTHERS, SERIAL, SWEEP, VerifyCLI
 
 LETTERS = list(string.ascii_lowercase[:20])
@@ -79,6 +86,7 @@ def verify(tmp_path):
 
     def run(path: str, *arguments: str) -> tuple[int, str, Any]:
         printed, target = io.StringIO(), tmp_path / "out" / "verify.json"
+        arguments = arguments if "--engine_parity" in arguments else (*arguments, "--engine_parity", "skip")
         code = command.verify(["--config", path, "--json", str(target), *arguments], Console(file=printed, width=200))
         return code, printed.getvalue(), json.loads(target.read_text()) if target.exists() else None
 
@@ -303,6 +311,143 @@ def test_nothing_overlapped_and_nothing_learnt_are_said(config, verify, only_ove
     assert code == 0 and "nothing overlapped" in caveat and "nothing learnt" in caveat
     assert report["case"]["serial"]["responses_with_advantage"] == 0
     assert "nothing overlapped" in text
+
+
+# ---- the engine against the trainer ----
+
+
+WAYS = ["T=0.6", "T=1", "T=1.3", "T=1, top_p=0.9"]
+MADE = ["text only", "one picture", "two pictures", "a wide picture", "a slow video", "picture and video"]
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """A fault shows in few tokens too."""
+    monkeypatch.setattr(parity, "TOKENS", 100)
+    monkeypatch.setattr(parity, "DATA_PROMPTS", 1)
+
+
+def strategy_of(engine: str, **settings: Any) -> dict[str, Any]:
+    chosen = {"class_path": engine, "init_args": settings}
+    return {"class_path": "rollplex.RollplexStrategy", "init_args": {"engine": chosen}}
+
+
+def test_engine_parity_of_the_embedded_engine(config, verify):
+    code, text, report = verify(config(), "--steps", "2", "--engine_parity", "only")
+    assert code == 0 and report["passed"] and "case" not in report, text
+    before, after = report["engine"]
+    assert (before["when"], after["when"]) == ("before any update", "after 2 updates")
+    for check in (before, after):
+        assert check["passed"] and check["prompts"][-6:] == MADE and len(check["prompts"]) == 10
+        assert check["greedy_equal"] == [True] * 10
+        assert [s["name"] for s in check["sampled"]] == WAYS
+        assert all(s["tokens"] >= 1000 and 0 < s["mean"] < s["max"] < s["bar"] for s in check["sampled"])
+        assert [s["bar"] for s in check["sampled"]] == pytest.approx([1e-5 / 0.6, 1e-5, 1e-5, 1e-5])
+    assert "T=1, top_p=0.9" in text and "10 of 10 prompts as generate" in text and "Left out" not in text
+
+
+def test_engine_parity_checks_what_the_config_samples_with_too(config, verify, few):
+    with pytest.warns(UserWarning, match="truncated or penalised"):
+        settings = dict(temperature=0.7, top_k=20, min_p=0.02, repetition_penalty=1.3)
+        code, text, report = verify(config(**settings), "--steps", "1", "--engine_parity", "only")
+    assert code == 0, text
+    names = [s["name"] for s in report["engine"][1]["sampled"]]
+    assert names == ["T=0.6", "T=0.7", "T=1", "T=1.3", "T=0.7, top_p=0.9", "as the config samples"]
+
+
+def test_engine_parity_runs_after_the_schedules_and_its_tolerance_is_a_bar(config, verify, only_overlap, few):
+    code, text, report = verify(config(), "--steps", "1", "--engine_parity", "also", "--engine_tolerance", "1e-9")
+    assert code == 1 and not report["passed"] and report["case"]["passed"], text
+    sampled = [s for check in report["engine"] for s in check["sampled"]]
+    assert [s["bar"] for s in sampled] == pytest.approx([1e-9 / 0.6, 1e-9, 1e-9, 1e-9] * 2)
+    assert max(s["max"] for s in sampled) < 1e-5
+    assert verify(config(), "--steps", "1")[2].keys().isdisjoint({"engine"})
+
+
+class Stale(TorchEngine):
+    """Samples with the weights that it started with, and says otherwise."""
+
+    def start(self, context):
+        super().start(replace(context, model=split(copy.deepcopy(context.model.hf))))
+
+
+class Narrow(TorchEngine):
+    """Has room for short sequences only."""
+
+    def start(self, context):
+        super().start(context)
+        self._limit = 51
+
+
+def reports(monkeypatch, of: Any) -> None:
+    """Let the embedded engine report the log-probabilities of another distribution than the one it samples from."""
+
+    def wrong(logits_NV, rule, seeds, positions, seen=None):
+        ids, _ = sample(logits_NV, rule, seeds, positions, seen)
+        z_NV = support(logits_NV, replace(rule, params=of(rule.params)), seen)
+        return ids, torch.log_softmax(z_NV, dim=1).gather(1, ids[:, None]).squeeze(1)
+
+    monkeypatch.setattr(torch_engine, "sample", wrong)
+
+
+@pytest.mark.parametrize(
+    ("of", "differ"),
+    [
+        (lambda p: replace(p, temperature=float(p.temperature > 0)), {"T=0.6", "T=1.3"}),  # before the temperature
+        (lambda p: replace(p, top_p=1.0), {"T=1, top_p=0.9"}),  # before the truncation
+    ],
+)
+def test_lp_01_engine_parity_finds_log_probs_of_another_distribution(config, verify, monkeypatch, of, differ, few):
+    reports(monkeypatch, of)
+    code, text, report = verify(config(), "--steps", "1", "--engine_parity", "only")
+    assert code == 1 and "DIFFERS" in text and "FAILED" in text
+    for check in report["engine"]:
+        assert {s["name"] for s in check["sampled"] if s["max"] > s["bar"]} == differ
+        assert all(check["greedy_equal"])
+
+
+def test_engine_parity_finds_stale_weights(config, verify, few):
+    path = config(strategy=strategy_of("test_verify.Stale"), learning_rate=1e-2)
+    code, text, report = verify(path, "--steps", "2", "--engine_parity", "only")
+    before, after = report["engine"]
+    assert code == 1 and before["passed"] and not after["passed"]
+    assert min(float(s["max"]) for s in after["sampled"]) > 0.01 and not all(after["greedy_equal"])
+    assert "after 2 updates, greedy tokens differ from generate's: " in text
+
+
+def test_engine_parity_says_what_the_engine_has_no_room_for(config, verify, few):
+    path = config(strategy=strategy_of("test_verify.Narrow"), max_completion_length=8)
+    code, text, report = verify(path, "--steps", "1", "--engine_parity", "only")
+    assert code == 0, text
+    assert "Left out: two pictures: row 'two pictures': 44 prompt tokens + max_tokens 8" in text
+    assert report["engine"][0]["prompts"][-5:] == [name for name in MADE if name != "two pictures"]
+    assert all(s["tokens"] >= 100 for s in report["engine"][0]["sampled"])
+
+
+def test_engine_parity_in_bfloat16_judges_the_mean(config, verify, tmp_path, few):
+    """With weights of an ordinary scale: std 0.1 magnifies bfloat16's rounding too."""
+    ordinary = build_tiny(tmp_path / "ordinary", seed=1)
+    path = config(model=str(ordinary), dtype="bfloat16", learning_rate=1e-4)
+    code, text, report = verify(path, "--steps", "1", "--engine_parity", "only")
+    assert code == 0 and "The bar is on the mean" in text, text
+    sampled = [s for check in report["engine"] for s in check["sampled"]]
+    assert all(1e-5 < s["mean"] < s["bar"] for s in sampled)
+
+
+@pytest.mark.vllm
+def test_engine_parity_of_vllm(config, verify):
+    """At least 1,000 tokens for each way of sampling, before and after 3 updates, on one copy of the weights."""
+    pytest.importorskip("vllm")
+    settings = dict(max_model_len=512, max_num_seqs=64, block_size=32, kv_cache_memory_bytes=64 * 1024**2)
+    callbacks = [{"class_path": "rollplex.callbacks.SharedWeights"}]
+    path = config(strategy=strategy_of("rollplex.engines.VLLMEngine", **settings), callbacks=callbacks)
+    code, text, report = verify(path, "--engine_parity", "only")
+    assert code == 0, text
+    assert [check["when"] for check in report["engine"]] == ["before any update", "after 3 updates"]
+    for check in report["engine"]:
+        assert all(check["greedy_equal"]) and check["prompts"][-6:] == MADE
+        assert all(s["tokens"] >= 1000 and s["max"] <= s["bar"] for s in check["sampled"])
+    assert "VLLMEngine against the trainer" in text and "Callbacks left out" not in text
 
 
 # ---- what a schedule is made of ----
