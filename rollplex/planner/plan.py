@@ -136,10 +136,9 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--model", default=None, help="a name in the planner's table, or a transformers folder")
     out.add_argument("--gpu", default="H100")
     out.add_argument("--gpus-file", default=None, help="YAML with more GPUs")
-    out.add_argument("--gpus", type=int, default=1)
-    out.add_argument("--train-tp", type=int, default=1)
-    out.add_argument("--rollout-tp", type=int, default=1)
-    out.add_argument("--shard-optimizer", action="store_true", help="ZeRO over the data-parallel ranks")
+    for name in ("--gpus", "--train-tp", "--rollout-tp"):
+        out.add_argument(name, type=int, default=None, help="default 1, or what the config says")
+    out.add_argument("--shard-optimizer", action="store_true", default=None, help="ZeRO over the data-parallel ranks")
     defaults = (MemorySettings(), Workload())
     for names, owner in zip((MEMORY_FLAGS, WORK_FLAGS), defaults, strict=True):
         for name in names:
@@ -151,18 +150,46 @@ def parser() -> argparse.ArgumentParser:
 
 
 def from_config(path: str) -> dict[str, Any]:
-    """What a training config says about model and work."""
+    """What a training config says about model, work and place. Lengths are the longest that it allows."""
     content = yaml.safe_load(Path(path).read_text()) or {}
-    model = (content.get("model") or {}).get("init_args") or {}
-    data = (content.get("data") or {}).get("init_args") or {}
+    model, data, trainer = _init(content.get("model")), _init(content.get("data")), content.get("trainer") or {}
+    engine = _init(_init(trainer.get("strategy")).get("engine"))
+    devices, nodes = (str(trainer.get(name, 1)) for name in ("devices", "num_nodes"))
     found = {
         "model": model.get("model"),
         "num_generations": model.get("num_generations"),
         "beta": model.get("beta", 0.0),  # as GRPOModule
         "prompts": data.get("batch_size"),
+        "prompt_tokens": data.get("max_prompt_length"),
         "response_tokens": model.get("max_completion_length"),
+        "gpus": int(devices) * int(nodes) if devices.isdigit() and nodes.isdigit() else None,
+        "rollout_tp": engine.get("tensor_parallel_size"),
+        "shard_optimizer": _shards_optimizer(trainer.get("strategy")) or None,
+        "micro_tokens": _micro_tokens(model, data),
     }
+    if engine.get("kv_cache_memory_bytes"):
+        found["kv_pool_gib"] = engine["kv_cache_memory_bytes"] / GIB
     return {name: value for name, value in found.items() if value is not None}
+
+
+def _init(chosen: Any) -> dict[str, Any]:
+    """Arguments of a class chosen in YAML; none where a name alone, or nothing, is given."""
+    return (chosen.get("init_args") or {}) if isinstance(chosen, dict) else {}
+
+
+def _shards_optimizer(strategy: Any) -> bool:
+    """ZeRO of any stage."""
+    name = str(strategy.get("class_path") if isinstance(strategy, dict) else strategy)
+    return "zero" in name.lower() or int(_init(strategy).get("stage") or 0) > 0
+
+
+def _micro_tokens(model: dict[str, Any], data: dict[str, Any]) -> int | None:
+    """Tokens of the largest pass of training: prompts or responses; None where a length is not known."""
+    prompt, response = data.get("max_prompt_length"), model.get("max_completion_length")
+    responses = model.get("responses_per_pass") or model.get("num_generations")
+    if prompt is None or response is None or responses is None:
+        return None
+    return int(model.get("prompts_per_pass", 1)) * max(int(prompt), int(responses) * int(response))
 
 
 def plan_of(options: argparse.Namespace) -> Plan:
@@ -170,11 +197,13 @@ def plan_of(options: argparse.Namespace) -> Plan:
     chosen |= {name: value for name, value in vars(options).items() if value is not None}
     if "model" not in chosen:
         raise ValueError("nothing to plan: give --model NAME_OR_FOLDER, or --config with model.init_args.model")
-    place = Placement(options.gpus, options.train_tp, options.rollout_tp)
+    place = Placement(*(chosen.get(name, 1) for name in ("gpus", "train_tp", "rollout_tp")))
     work = Workload(**{name: _number(Workload, name, chosen[name]) for name in WORK_FLAGS if name in chosen})
+    if options.config and {"prompts", "prompt_tokens"} <= chosen.keys():
+        chosen.setdefault("boundary_tokens", -(-work.prompts // place.replicas) * work.prompt_tokens)
     memory = MemorySettings(
-        train_tp=options.train_tp, rollout_tp=options.rollout_tp, data_parallel=place.replicas,
-        shard_optimizer=options.shard_optimizer, reference=work.beta > 0,
+        train_tp=place.train_tp, rollout_tp=place.rollout_tp, data_parallel=place.replicas,
+        shard_optimizer=chosen.get("shard_optimizer", False), reference=work.beta > 0,
         **{name: chosen[name] for name in MEMORY_FLAGS if name in chosen},
     )  # fmt: skip
     return make_plan(model_shape(chosen["model"]), gpu_of(options.gpu, options.gpus_file), place, memory, work)

@@ -1,0 +1,151 @@
+"""The configs for real GPUs, as far as a machine without one can tell: parsed, planned, and their numbers fit together."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from helpers import picture
+
+from rollplex import GRPOModule, Rollout, RollplexStrategy, VLMDataModule
+from rollplex.cli import main
+from rollplex.engines import VLLMEngine
+from rollplex.planner.models import MODELS
+from rollplex.planner.plan import from_config
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+SEVEN = [path for path in CONFIGS if "7b" in path.name]
+SHAPE = MODELS["Qwen2.5-VL-7B"]
+
+
+@pytest.fixture(autouse=True)
+def in_the_clone(monkeypatch):
+    """Where commands are run: tasks of examples/ are found there."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.syspath_prepend(str(ROOT))
+
+
+def changed(written: Any, parsed: Any, where: str = "") -> list[str]:
+    """Settings of a YAML that the parser does not give back."""
+    if isinstance(written, dict):
+        missing = [f"{where}.{k}" for k in written if not isinstance(parsed, dict) or k not in parsed]
+        return missing or [f for k, v in written.items() for f in changed(v, parsed[k], f"{where}.{k}")]
+    if isinstance(written, list) and isinstance(parsed, list) and len(written) == len(parsed):
+        return [f for i, (a, b) in enumerate(zip(written, parsed, strict=True)) for f in changed(a, b, f"{where}[{i}]")]
+    return [] if written == parsed else [where]
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_config_parses(path, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["fit", "--config", str(path), "--print_config"])
+    assert end.value.code == 0
+    assert changed(yaml.safe_load(path.read_text()), yaml.safe_load(capsys.readouterr().out)) == []
+
+
+def plan(capsys, path: Path, *arguments: str) -> dict[str, Any]:
+    main(["plan", "--config", str(path), "--json", *arguments])
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("gpu", ["A100", "H100"])
+@pytest.mark.parametrize("path", SEVEN, ids=lambda path: path.stem)
+def test_the_7b_configs_fit_80_gb_by_phase_and_not_with_everything_resident(path, gpu, capsys):
+    found = plan(capsys, path, "--gpu", gpu)
+    assert found["model"] == "Qwen2.5-VL-7B" and found["gpu_gib"] == pytest.approx(74.5, abs=0.1)
+    assert found["fits"] and max(found["stages_gib"].values()) < found["gpu_gib"]
+    assert found["naive_gib"] > found["gpu_gib"]  # as their first lines say
+    states = found["states_gib"]
+    assert states["rollout KV pool"] == 8.0
+    assert states["actor prefix K/V"] == pytest.approx(16 * 2048 * SHAPE.kv_bytes_per_token / 2**30)
+    assert states["float32 masters and moments"] == pytest.approx(92.7, abs=0.1)
+    assert ("reference weights" in states) == ("8gpu" in path.stem)
+
+
+def test_places_come_from_the_config_and_flags_override_them(capsys, tmp_path):
+    one, eight = SEVEN
+    assert (from_config(str(one))["gpus"], from_config(str(eight))["gpus"]) == (1, 8)
+    sharded = plan(capsys, eight, "--shard-optimizer")["states_gib"]["float32 masters and moments"]
+    assert sharded == pytest.approx(92.7 / 8, abs=0.1)
+    text = eight.read_text().replace("class_path: rollplex.RollplexStrategy", "class_path: some.ZeroStrategy")
+    (tmp_path / "zero.yaml").write_text(text)
+    assert plan(capsys, tmp_path / "zero.yaml")["states_gib"]["float32 masters and moments"] == sharded
+    longer = plan(capsys, one, "--boundary-tokens", "65536")["states_gib"]["actor prefix K/V"]
+    assert longer == pytest.approx(65536 * SHAPE.kv_bytes_per_token / 2**30)
+    two = plan(capsys, eight, "--gpus", "2")["states_gib"]["actor prefix K/V"]
+    assert two == pytest.approx(64 * 2048 * SHAPE.kv_bytes_per_token / 2**30)
+
+
+@pytest.mark.parametrize("path", SEVEN, ids=lambda path: path.stem)
+def test_numbers_of_a_7b_config_belong_together(path):
+    content = yaml.safe_load(path.read_text())
+    model, data = content["model"]["init_args"], content["data"]["init_args"]
+    options = content["trainer"]["strategy"]["init_args"]
+    engine = options.pop("engine")["init_args"]
+    VLLMEngine(**engine)
+    RollplexStrategy(device="cpu", **options)
+    GRPOModule(**model)  # settings that clash are refused here
+    prompts = data["batch_size"] // content["trainer"]["devices"]
+    rows, length, prompt = prompts * model["num_generations"], model["max_completion_length"], data["max_prompt_length"]
+    assert engine["max_model_len"] == prompt + length and engine["max_num_seqs"] >= rows
+    # All responses at once, a group's prompt once.
+    assert (rows * length + prompts * prompt) * SHAPE.kv_bytes_per_token <= engine["kv_cache_memory_bytes"]
+    assert prompts * prompt * SHAPE.kv_bytes_per_token <= options["prefix_budget_bytes"]
+    assert data["max_pixels"] // 28**2 < prompt
+
+
+# ---- their task ----
+
+
+@pytest.fixture
+def questions(tmp_path):
+    from examples.picture_questions import PictureQuestions
+
+    (tmp_path / "images").mkdir()
+    for n in range(3):
+        picture(56, 84, n).save(tmp_path / "images" / f"{n}.png")
+    rows = [
+        {"image": "images/0.png", "problem": "How long is AB?", "answer": 12},
+        {"image": ["images/1.png", "images/2.png"], "problem": "Which is larger?", "answer": "The left one"},
+        {"problem": "What is 1 + 1?", "answer": "2"},
+    ]
+    (tmp_path / "train.jsonl").write_text("\n\n".join(map(json.dumps, rows)) + "\n")
+    return PictureQuestions(str(tmp_path / "train.jsonl"))
+
+
+def test_the_example_task_reads_jsonl(questions, tiny_processor):
+    data = VLMDataModule(questions, batch_size=3, shuffle=False, on_bad_row="error").attach(tiny_processor)
+    data.setup("fit")
+    (batch,) = list(data.train_dataloader())
+    assert [len(p.images) for p in batch] == [1, 2, 0]
+    assert "How long is AB?\nThink step by step" in batch[0].text
+    assert questions.samples("validation") == []
+
+
+@pytest.mark.parametrize(
+    ("row", "text", "expected"),
+    [
+        (0, "so <answer>12.0</answer>", (1.0, 0.1)),
+        (0, "<answer>12</answer> or <answer>12</answer>", (0.0, 0.0)),
+        (0, "12", (0.0, 0.0)),
+        (1, "<answer> the LEFT one </answer>", (1.0, 0.1)),
+        (1, "<answer>the right one</answer>", (0.0, 0.1)),
+    ],
+)
+def test_the_example_tasks_reward(questions, row, text, expected):
+    sample = questions.samples("train")[row]
+    response = Rollout(0, 0, torch.tensor([1]), torch.tensor([-1.0]), text, "stop", 0)
+    assert tuple(questions.reward(sample, response).values()) == expected
+    assert questions.correct(sample, response) == bool(expected[0])
+
+
+def test_the_example_task_names_a_bad_line(questions, tmp_path):
+    file = tmp_path / "train.jsonl"
+    file.write_text(file.read_text() + '{"problem": "no answer"}\n')
+    with pytest.raises(ValueError, match=r"train.jsonl, line 6: no object with problem and answer"):
+        questions.samples("train")
