@@ -34,10 +34,14 @@ class ExportModel(Callback):
             self._export(trainer, pl_module)
 
     def _export(self, trainer: Any, module: Any) -> None:
-        if not trainer.is_global_zero or trainer.fast_dev_run:
+        if trainer.fast_dev_run:
+            return
+        # Every rank asks: where weights are sharded, they are gathered for it.
+        policy = trainer.strategy.whole_model().hf if hasattr(trainer.strategy, "whole_model") else module.policy
+        if not trainer.is_global_zero:
             return
         target = Path(self.dirpath or Path(trainer.default_root_dir) / "export")
         if not self.overwrite:
             target = free_path(target)
-        self.exported = export(module.policy, module.processor, target, overwrite=self.overwrite)
+        self.exported = export(policy, module.processor, target, overwrite=self.overwrite)
         print(f"exported model: {self.exported}")

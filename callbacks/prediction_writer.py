@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,10 @@ class PredictionWriter(Callback):
     def on_predict_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        if self._partial is not None and outputs:
-            append_jsonl(self._partial, [prediction(group) for group in outputs])
+        records = pl_module.ranks.gather([prediction(group) for group in outputs or ()])
+        if self._partial is not None and any(records):
+            # Ranks have every world-th row.
+            append_jsonl(self._partial, [r for row in zip_longest(*records) for r in row if r is not None])
 
     def on_predict_end(self, trainer: Any, pl_module: Any) -> None:
         if self._partial is None or not self._partial.exists():

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rollplex.data.datamodule import VLMDataModule
     from rollplex.data.records import Group, Rollout, Sample
+    from rollplex.ddp_strategy import RollplexDDPStrategy
+    from rollplex.deepspeed_strategy import RollplexDeepSpeedStrategy
     from rollplex.module import GRPOModule
     from rollplex.phases import Phase, PhaseCallback
     from rollplex.strategy import RollplexStrategy
@@ -18,6 +20,8 @@ _WHERE = {
     "Phase": "rollplex.phases",
     "PhaseCallback": "rollplex.phases",
     "Rollout": "rollplex.data.records",
+    "RollplexDDPStrategy": "rollplex.ddp_strategy",
+    "RollplexDeepSpeedStrategy": "rollplex.deepspeed_strategy",
     "RollplexStrategy": "rollplex.strategy",
     "Sample": "rollplex.data.records",
     "VLMDataModule": "rollplex.data.datamodule",
@@ -30,6 +34,8 @@ __all__ = [
     "Phase",
     "PhaseCallback",
     "Rollout",
+    "RollplexDDPStrategy",
+    "RollplexDeepSpeedStrategy",
     "RollplexStrategy",
     "Sample",
     "VLMDataModule",

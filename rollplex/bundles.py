@@ -30,18 +30,31 @@ def split_mini_batches(groups: int, num_mini_batches: int) -> list[range]:
     return [range(a, b) for a, b in itertools.pairwise(edges)]
 
 
-def make_bundles(lengths: Sequence[int], *, prompts_per_pass: int, num_mini_batches: int = 1) -> list[Bundle]:
-    """`lengths` are the prompts' token counts. Groups of one length stay in order; bundles follow their first group."""
+def make_bundles(
+    lengths: Sequence[int],
+    *,
+    prompts_per_pass: int,
+    num_mini_batches: int = 1,
+    numbers: Sequence[int] | None = None,
+    groups: int | None = None,
+) -> list[Bundle]:
+    """`lengths` are the prompts' token counts. Groups of one length stay in order; bundles follow their first group.
+
+    Of a rank's part of a batch of `groups` groups, `numbers` are its groups' places in the whole batch: mini-batches
+    are parts of that, and a rank may have no bundle in one.
+    """
+    numbers = range(len(lengths)) if numbers is None else numbers
     bundles: list[Bundle] = []
-    for mini_batch, part in enumerate(split_mini_batches(len(lengths), num_mini_batches)):
+    for mini_batch, part in enumerate(split_mini_batches(groups or len(lengths), num_mini_batches)):
         by_length: dict[int, list[int]] = {}
-        for group in part:
-            by_length.setdefault(lengths[group], []).append(group)
+        for group, number in enumerate(numbers):
+            if number in part:
+                by_length.setdefault(lengths[group], []).append(group)
         chunks = [
-            groups[start : start + prompts_per_pass]
-            for groups in by_length.values()
-            for start in range(0, len(groups), prompts_per_pass)
+            alike[start : start + prompts_per_pass]
+            for alike in by_length.values()
+            for start in range(0, len(alike), prompts_per_pass)
         ]
-        for groups in sorted(chunks):
-            bundles.append(Bundle(index=len(bundles), groups=tuple(groups), mini_batch=mini_batch))
+        for chunk in sorted(chunks):
+            bundles.append(Bundle(index=len(bundles), groups=tuple(chunk), mini_batch=mini_batch))
     return bundles

@@ -33,6 +33,11 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             partial.unlink(missing_ok=True)
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        if Path(path).is_dir():
+            raise ValueError(
+                f"ckpt_path={str(path)!r} is a folder, a checkpoint of a rollplex_zero strategy: set the one that "
+                "wrote it, or export it and start from that model"
+            )
         try:
             return super().load_checkpoint(path, *args, **kwargs)
         except FileNotFoundError:

@@ -14,7 +14,9 @@ from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningCLI, instantiate_class
 from transformers.utils import logging as transformers_logging
 
-import rollplex.strategy  # noqa: F401  (registers the strategy names)
+import rollplex.ddp_strategy
+import rollplex.deepspeed_strategy
+import rollplex.strategy  # noqa: F401  (they register their names)
 from rollplex.data.datamodule import VLMDataModule
 from rollplex.export import main as export_main
 from rollplex.module import GRPOModule

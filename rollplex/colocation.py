@@ -12,6 +12,7 @@ from rollplex.engines.base import EngineContext, RolloutEngine
 from rollplex.engines.torch_engine import TorchEngine
 from rollplex.lanes import RolloutLane
 from rollplex.phases import Phase, dispatch
+from rollplex.ranks import Ranks
 from rollplex.schedule import Executor
 from rollplex.streams import LaneStreams
 from rollplex.timeline import Timeline
@@ -19,6 +20,70 @@ from rollplex.units import Unit
 
 if TYPE_CHECKING:
     from rollplex.models.split_model import SplitModel
+
+
+def make_colocation(
+    engine: RolloutEngine | None,
+    *,
+    threads: int | None,
+    rollout_threads: int | None,
+    train_threads: int | None,
+    pin_cores: bool,
+    train_sms: int | None,
+    prefix_budget_bytes: int | None,
+    admission: str,
+    rollout_timeout: float | None,
+) -> Colocation:
+    """From a strategy's settings (`RollplexStrategy` says what they mean)."""
+    if rollout_timeout is not None and not rollout_timeout > 0:
+        raise ValueError(f"rollout_timeout={rollout_timeout} must be above 0 seconds, or null to wait forever")
+    if admission not in ("measure", "always"):
+        raise ValueError(f"admission={admission!r} is unknown; set measure or always")
+    return Colocation(
+        engine,
+        threads=LaneThreads(threads, rollout_threads, train_threads, pin_cores=pin_cores),
+        streams=LaneStreams(train_sms),
+        admission=Admission(prefix_budget_bytes, measure=admission == "measure"),
+        timeout=rollout_timeout,
+    )
+
+
+def check_trainer(trainer: Any, precision: str, colocation: Colocation) -> None:
+    """What no strategy with a colocated engine can do, said before a model is touched."""
+    if precision != "32-true":
+        raise ValueError(
+            f"trainer.precision={precision} is not supported: trainer and engine would no longer "
+            "agree; leave precision at 32-true and set the model's dtype (float32 or bfloat16)"
+        )
+    degree = getattr(colocation.engine, "tensor_parallel_size", 1)
+    if degree > 1:
+        raise ValueError(
+            f"tensor_parallel_size={degree} of the engine needs a strategy over several devices, which this one is "
+            "not; set it to 1"
+        )
+    if trainer.overfit_batches:
+        raise ValueError(
+            f"trainer.overfit_batches={trainer.overfit_batches} has no effect: rows follow the rollout's number. "
+            "Give the task that many training rows instead"
+        )
+
+
+def check_module(module: Any, strategy: str) -> None:
+    if not hasattr(module, "actor"):
+        raise ValueError(
+            f"strategy={strategy} drives a GRPOModule, but the model is a {type(module).__name__}: subclass that"
+        )
+
+
+def check_same_model(module: Any, ranks: Ranks) -> None:
+    """Ranks load the model themselves: a node with an older folder would train another one."""
+    prints = ranks.gather(module._reference_print)
+    other = next((rank for rank, found in enumerate(prints) if found != prints[0]), None)
+    if other is not None:
+        raise ValueError(
+            f"model={module.hparams['model']!r} holds other weights on rank {other} than on rank 0: give all nodes the "
+            "same folder"
+        )
 
 
 class Colocation:
@@ -44,17 +109,31 @@ class Colocation:
             streams=self.streams,
         )  # fmt: skip
         self._model: SplitModel | None = None
+        self._refresh: Callable[[], None] | None = None
         self._published: int | None = None
         self._started = False
 
-    def start(self, trainer: Any, model: SplitModel, processor: Any, device: Any) -> None:
-        """Start the engine on the rollout lane; the model must be where it stays."""
-        self._trainer, self._model = trainer, model
+    def start(
+        self,
+        trainer: Any,
+        model: SplitModel,
+        processor: Any,
+        device: Any,
+        *,
+        served: SplitModel | None = None,
+        refresh: Callable[[], None] | None = None,
+    ) -> None:
+        """Start the engine on the rollout lane; the model must be where it stays.
+
+        served: what the engine reads instead of the trainer's model, where that has its weights in shards; `refresh`
+        brings it up to date, on the Trainer's thread.
+        """
+        self._trainer, self._model, self._refresh = trainer, model, refresh
         self._published = None
         self.threads.settle()
         self.streams.start(device)
         self._started = True
-        self.lane.start(EngineContext(model=model, processor=processor, device=device))
+        self.lane.start(EngineContext(model=served or model, processor=processor, device=device))
 
     def close(self) -> None:
         if self._started:
@@ -85,6 +164,8 @@ class Colocation:
         if self._published == version:
             return
         self.executor.enter(Phase.PUBLISH)
+        if self._refresh is not None:
+            self._refresh()
         self.lane.publish(version, limit=self.executor.timeout)
         self._published = version
         self._notify("on_weights_published", version)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from rollplex.data.records import Group, Prompt, Request, Rollout, Sample, SamplingParams
-from rollplex.metrics import pass_at_k
+from rollplex.metrics import check_names, pass_at_k
+from rollplex.ranks import Ranks
 from rollplex.rewards.runner import RewardRunner
-from rollplex.step import request_seed
+from rollplex.seeds import request_seed
 from rollplex.tasks.base import VLMTask
 
 
@@ -96,6 +97,16 @@ def evaluation_metrics(groups: Sequence[Group], task: VLMTask) -> dict[str, tupl
     return out
 
 
+def merge_means(parts: Sequence[Mapping[str, tuple[float, int]]]) -> dict[str, tuple[float, int]]:
+    """`evaluation_metrics` of several ranks' groups as those of all groups. A rank without groups has none."""
+    out: dict[str, tuple[float, int]] = {}
+    for name in dict.fromkeys(name for part in parts for name in part):
+        means = [part[name] for part in parts if name in part]
+        weight = sum(w for _, w in means)
+        out[name] = (means[0][0] if len(means) == 1 else sum(v * w for v, w in means) / weight, weight)
+    return out
+
+
 def _verdict(task: VLMTask, sample: Sample, rollout: Rollout) -> bool | None:
     """`task.correct`, isolated: what raises or is no truth value is left out, with a warning that names the row."""
     try:
@@ -107,3 +118,48 @@ def _verdict(task: VLMTask, sample: Sample, rollout: Rollout) -> bool | None:
         problem = f"raised {type(error).__name__}: {error}"
     warnings.warn(f"row {sample.id!r}: {type(task).__name__}.correct {problem}; left out of accuracy", stacklevel=2)
     return None
+
+
+class WithEvaluation:
+    """The part of GRPOModule that answers without learning: validation, test, prediction."""
+
+    hparams: Any
+
+    @property
+    def ranks(self) -> Ranks:
+        raise NotImplementedError
+
+    colocation: Any
+    task: VLMTask
+    _runners: dict[int, RewardRunner]
+    sampling: Callable[..., SamplingParams]
+    log: Callable[..., None]
+
+    def evaluate(self, prompts: list[Prompt]) -> list[Group]:
+        """Rollouts and rewards of evaluation prompts, `eval_num_generations` each."""
+        if not self.ranks.alone:
+            self.colocation.executor.stop_together(self.ranks)
+            self.colocation.publish()
+        if not prompts:
+            return []
+        n = self.hparams["eval_num_generations"]
+        return rollout_groups(
+            self.colocation, prompts, self.sampling(evaluate=True), self._runners[n], seed=self.hparams["seed"]
+        )
+
+    def validation_step(self, batch: list[Prompt], batch_idx: int) -> Any:
+        return self._score(batch, "val/")
+
+    def test_step(self, batch: list[Prompt], batch_idx: int) -> Any:
+        return self._score(batch, "test/")
+
+    def predict_step(self, batch: list[Prompt], batch_idx: int) -> Groups:
+        return Groups(self.evaluate(batch))
+
+    def _score(self, batch: list[Prompt], prefix: str) -> list[Group]:
+        groups = self.evaluate(batch)
+        for name, (value, weight) in merge_means(self.ranks.gather(evaluation_metrics(groups, self.task))).items():
+            check_names({prefix + name: value})
+            shown = name in ("reward", "accuracy")
+            self.log(prefix + name, value, on_epoch=True, batch_size=weight, prog_bar=shown)
+        return groups

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from rollplex.deepspeed_checkpoints import client_state, whole_state_dict
 from rollplex.models.registry import load_hf, load_processor
 
 
@@ -52,9 +53,13 @@ def export_checkpoint(
 
     model: the folder training started from (config, processor); None is the one that the checkpoint names.
     """
-    if not Path(ckpt_path).is_file():
+    path = Path(ckpt_path)
+    if not path.exists():
         raise ValueError(f"ckpt_path={str(ckpt_path)!r} is not a checkpoint file")
-    checkpoint = torch.load(ckpt_path, map_location="cpu", weights_only=True, mmap=True)
+    if path.is_dir():
+        checkpoint = client_state(path) | {"state_dict": whole_state_dict(path)}
+    else:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     if "rollplex" not in checkpoint:
         raise ValueError(f"ckpt_path={str(ckpt_path)!r} was not written by Rollplex")
     settings = checkpoint["hyper_parameters"]

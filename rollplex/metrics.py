@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, get_args
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 
@@ -81,12 +82,61 @@ METRICS: dict[str, tuple[str, str]] = {
 """name -> (unit, meaning). `{...}` stands for what differs by run. test/ has the same names as val/."""
 
 
+@dataclass(frozen=True)
+class Tally:
+    """A metric in a form that adds up over ranks: a mean as its sum and its count."""
+
+    total: float
+    count: float = 1.0
+    how: Literal["mean", "sum", "max", "min"] = "mean"
+
+    def __add__(self, other: Tally) -> Tally:
+        assert self.how == other.how, f"{self.how} and {other.how} do not add up"
+        if self.how in ("max", "min"):
+            extreme = max if self.how == "max" else min
+            return Tally(extreme(self.total, other.total), 1, self.how)
+        return Tally(self.total + other.total, self.count + other.count, self.how)
+
+    @property
+    def value(self) -> float:
+        return self.total / self.count if self.how == "mean" and self.count else self.total
+
+
+def merge(parts: Sequence[Mapping[str, Tally]]) -> dict[str, Tally]:
+    """Of all ranks; a rank may lack a metric."""
+    out: dict[str, Tally] = {}
+    for part in parts:
+        for name, tally in part.items():
+            out[name] = out[name] + tally if name in out else tally
+    return out
+
+
+def values(parts: Mapping[str, Tally]) -> dict[str, float]:
+    return {name: tally.value for name, tally in parts.items()}
+
+
+def tallies(metrics: Mapping[str, float], how: Literal["mean", "sum"] | None = None) -> dict[str, Tally]:
+    """Of plain numbers: those in SUMMED add up over ranks, the others are averaged."""
+    return {
+        name: Tally(value, 1.0, how or ("sum" if name.split("/")[0] in SUMMED else "mean"))
+        for name, value in metrics.items()
+    }
+
+
+SUMMED = frozenset({"tokens_per_second", "rollout_tokens_per_second", "units_admitted", "units_refused"})
+
+
 def step_metrics(step: GRPOStep) -> dict[str, float]:
-    """What a finished step says about itself; NaN-free (a mean over nothing is left out)."""
-    out: dict[str, float] = {}
+    """What a finished step of one rank says about itself; NaN-free (a mean over nothing is left out)."""
+    return values(step_tallies(step))
+
+
+def step_tallies(step: GRPOStep) -> dict[str, Tally]:
+    """As `step_metrics`, to be merged over ranks. The means' denominators are counts of this rank."""
+    out: dict[str, Tally] = {}
     groups = [step.groups[g] for g in sorted(step.groups)]
     rollouts = [r for group in groups for r in group.rollouts]
-    rewards = torch.cat([g.rewards for g in groups])
+    rewards = torch.cat([g.rewards for g in groups]) if groups else torch.zeros(0)
     out["reward"] = _nanmean(rewards)
     advantages = [step.advantages(g) for g in range(len(groups))]
     rows = [(a, step._row(g)) for g, a in enumerate(advantages)]
@@ -95,36 +145,45 @@ def step_metrics(step: GRPOStep) -> dict[str, float]:
     out["advantage_abs"] = _mean(float(x) for a, r in rows for x in a.advantages_BG[r][a.valid_BG[r]].abs())
     for name in sorted({name for g in groups for name in g.components}):
         out[f"reward/{name}"] = _nanmean(torch.cat([g.components[name] for g in groups if name in g.components]))
-    out["rewards_missing"] = float(torch.isnan(rewards).sum())
+    out["rewards_missing"] = Tally(float(torch.isnan(rewards).sum()), how="sum")
     for reason in get_args(Reason):  # zeros too: a logger keeps showing the last value it was given
-        out[f"rewards_missing/{reason}"] = float(sum(f.reason == reason for f in step.failures))
+        out[f"rewards_missing/{reason}"] = Tally(float(sum(f.reason == reason for f in step.failures)), how="sum")
     lengths = [float(len(r)) for r in rollouts]
-    out["completion_length"], out["completion_length_max"] = _mean(lengths), max(lengths)
+    out["completion_length"] = _mean(lengths)
+    out["completion_length_max"] = Tally(max(lengths, default=math.nan), how="max")
     out["completions_truncated"] = _mean(float(r.finish_reason == "length") for r in rollouts)
-    out["prefix_bytes"], out["prefix_host_bytes"] = float(step.prefix_bytes_peak), float(step.prefix_host_bytes_peak)
-    out["prefixes_recomputed"] = float(step.prefixes_recomputed)
+    out["prefix_bytes"] = Tally(float(step.prefix_bytes_peak), how="max")
+    out["prefix_host_bytes"] = Tally(float(step.prefix_host_bytes_peak), how="max")
+    out["prefixes_recomputed"] = Tally(float(step.prefixes_recomputed), how="sum")
     out["prompt_length"] = _mean(float(len(p)) for p in step.prompts)
-    out.update(_loss_metrics(step))
-    return {k: v for k, v in out.items() if math.isfinite(v)}
+    out.update(_loss_tallies(step))
+    return {k: v for k, v in out.items() if math.isfinite(v.total) and v.count}
 
 
-def _loss_metrics(step: GRPOStep) -> dict[str, float]:
-    totals = [step.totals[u] for u in sorted(step.totals)]
-    out = {"loss": _mean(t.loss / step.normalizer(u) for u, t in zip(sorted(step.totals), totals, strict=True))}
+def _loss_tallies(step: GRPOStep) -> dict[str, Tally]:
+    updates = sorted(step.totals)
+    totals = [step.totals[u] for u in updates]
+    # The normaliser is that of all ranks, so the ranks' shares of the loss add up.
+    loss = sum(t.loss / step.normalizer(u) for u, t in zip(updates, totals, strict=True)) / max(1, step.num_updates)
+    out = {"loss": Tally(loss, how="sum")}
     sums = [t.sums for t in totals if t.sums is not None]
-    tokens = max(sum(float(s.tokens) for s in sums), 1.0)
+    tokens = sum(float(s.tokens) for s in sums)
+
+    def per_token(total: float) -> Tally:
+        return Tally(total, max(tokens, 1e-12))  # without tokens it is 0, and weighs nothing beside other ranks'
+
     for name in ("kl", "entropy", "clip_low", "clip_high"):
-        out[name] = sum(float(getattr(s, name)) for s in sums) / tokens
-    out["ratio_max"] = max((float(s.ratio_max) for s in sums), default=math.nan)
-    out["ratio_min"] = min((float(s.ratio_min) for s in sums), default=math.nan)
+        out[name] = per_token(sum(float(getattr(s, name)) for s in sums))
+    out["ratio_max"] = Tally(max((float(s.ratio_max) for s in sums), default=math.nan), how="max")
+    out["ratio_min"] = Tally(min((float(s.ratio_min) for s in sums), default=math.nan), how="min")
     mismatch = [t.mismatch for t in totals if t.mismatch is not None]
-    out["mismatch_abs"] = sum(float(m.abs_diff) for m in mismatch) / tokens
-    out["mismatch_kl"] = sum(float(m.kl) for m in mismatch) / tokens
-    out["mismatch_max"] = max((float(m.abs_diff_max) for m in mismatch), default=math.nan)
+    out["mismatch_abs"] = per_token(sum(float(m.abs_diff) for m in mismatch))
+    out["mismatch_kl"] = per_token(sum(float(m.kl) for m in mismatch))
+    out["mismatch_max"] = Tally(max((float(m.abs_diff_max) for m in mismatch), default=math.nan), how="max")
     weights = [t.weights for t in totals if t.weights is not None]
     if step.settings.importance_sampling_mode is not None:
-        out["importance_weight"] = sum(float(w.weight) for w in weights) / tokens
-        out["importance_capped"] = sum(float(w.capped) for w in weights) / tokens
+        out["importance_weight"] = per_token(sum(float(w.weight) for w in weights))
+        out["importance_capped"] = per_token(sum(float(w.capped) for w in weights))
     return out
 
 
@@ -196,14 +255,14 @@ def _matches(pattern: str, name: str) -> bool:
     return name.startswith(head) and name.endswith(tail) and len(name) > len(head) + len(tail)
 
 
-def _mean(values: Iterable[float]) -> float:
+def _mean(values: Iterable[float]) -> Tally:
     values = list(values)
-    return sum(values) / len(values) if values else math.nan
+    return Tally(sum(values), len(values))
 
 
-def _nanmean(values: torch.Tensor) -> float:
+def _nanmean(values: torch.Tensor) -> Tally:
     values = values[~torch.isnan(values)]
-    return float(values.mean()) if values.numel() else math.nan
+    return Tally(float(values.sum()), values.numel())
 
 
 def check_names(values: Mapping[str, float]) -> None:

@@ -15,22 +15,25 @@ from lightning.pytorch import LightningModule
 
 from rollplex.checkpoints import RandomStates, WithRandomStates
 from rollplex.checks import KEPT_ON_RESUME, check_batches, check_resume, check_settings
-from rollplex.data.records import Group, Prompt, SamplingParams
-from rollplex.evaluation import Groups, evaluation_metrics, rollout_groups
+from rollplex.data.records import Prompt, SamplingParams
+from rollplex.evaluation import WithEvaluation
 from rollplex.grpo.advantages import ScaleRewards
 from rollplex.grpo.importance import ImportanceMode
 from rollplex.grpo.losses import ImportanceLevel, KLEstimator, LossSettings, LossType
-from rollplex.metrics import admission_metrics, check_names, step_metrics, time_metrics
+from rollplex.metrics import admission_metrics, check_names, merge, step_tallies, tallies, time_metrics, values
 from rollplex.models.registry import load_hf, load_processor, split
 from rollplex.models.split_model import PASS_SETTINGS, Part, SplitModel
 from rollplex.optim import make_optimizer
+from rollplex.rank_step import LockstepStep, RankStep, Share, agree_on_share
+from rollplex.ranks import Ranks
 from rollplex.rewards.runner import RewardRunner
 from rollplex.step import GRPOStep, StepSettings
+from rollplex.updates import GradientUpdate
 
 SchedulerType = Literal["constant", "constant_with_warmup", "linear", "cosine"]
 
 
-class GRPOModule(WithRandomStates, LightningModule):
+class GRPOModule(WithRandomStates, WithEvaluation, LightningModule):
     """Synchronous on-policy GRPO (arXiv 2402.03300) for a vision-language model.
 
     One `training_step` is one rollout batch: generate, score, one or more optimizer steps, publish.
@@ -212,11 +215,13 @@ class GRPOModule(WithRandomStates, LightningModule):
         )
 
     def configure_optimizers(self) -> Any:
-        return make_optimizer(self.policy.parameters(), self.hparams)
+        masters = getattr(self.trainer.strategy, "keeps_masters", False)
+        return make_optimizer(self.policy.parameters(), self.hparams, own_masters=not masters)
 
     # ---- training ----
 
-    def new_step(self, prompts: list[Prompt]) -> GRPOStep:
+    def new_step(self, prompts: list[Prompt], share: Share | None = None) -> GRPOStep:
+        """share: the rank's part of the batch; None is all of it."""
         h = self.hparams
         settings = StepSettings(
             sampling=self.sampling(), loss=self.loss_settings,
@@ -226,20 +231,29 @@ class GRPOModule(WithRandomStates, LightningModule):
                 "importance_sampling_cap", "share_prefix",
             )},
         )  # fmt: skip
-        return GRPOStep(self.actor, self.reference, self._runners[h["num_generations"]], prompts, settings)
+        parts = (self.actor, self.reference, self._runners[h["num_generations"]], prompts, settings)
+        if share is None:
+            return GRPOStep(*parts)
+        kind = RankStep if self.colocation.executor.lockstep is None else LockstepStep
+        return kind(*parts, share=share)
 
     def training_step(self, batch: list[Prompt], batch_idx: int) -> dict[str, Any] | None:
         """One rollout batch. Returns {"loss", "groups", "metrics"} for callbacks' on_train_batch_end."""
         self.updates_in_step = 0
-        if not batch:  # every row was bad; the data module has counted and named them
+        colocation, ranks = self.colocation, self.ranks
+        share = None
+        if not ranks.alone:
+            colocation.executor.stop_together(ranks)
+            share = agree_on_share(getattr(batch, "places", range(len(batch))), ranks)
+        if not (batch if share is None else share.groups):  # every row was bad; the data module has named them
             self.rollouts_done += 1
             return None
         self.random_states.begin()
-        colocation = self.colocation
         colocation.timeline.clear()
         start = time.perf_counter()
-        step = self.new_step(batch)
+        step = self.new_step(batch) if share is None else self.new_step(batch, share)
         self.zero_grad(set_to_none=True)
+        self.gradient_update.begin()
         colocation.executor.held_bytes = lambda: step.held_bytes
         colocation.rollout(
             partial(step.requests, seed=self.hparams["seed"], step=self.rollouts_done), step.units(0), step.collect
@@ -247,17 +261,19 @@ class GRPOModule(WithRandomStates, LightningModule):
         metrics: dict[str, float] = {}
         for update in range(step.num_updates):
             if update > 0:
+                self.gradient_update.begin()
                 colocation.executor.train(step.units(update))
             metrics.update(self._update(step, update))
         colocation.publish()
         self.rollouts_done += 1
         groups = [step.groups[g] for g in sorted(step.groups)]
-        metrics |= step_metrics(step) | time_metrics(colocation.timeline, time.perf_counter() - start, step.tokens)
-        metrics |= admission_metrics(colocation.executor.admission)
-        metrics["rows_skipped"] = float(len(self.trainer.datamodule.bad_rows))  # type: ignore[attr-defined]
+        times = time_metrics(colocation.timeline, time.perf_counter() - start, step.tokens)
+        own = step_tallies(step) | tallies(times | admission_metrics(colocation.executor.admission))
+        own |= tallies({"rows_skipped": float(len(self.trainer.datamodule.bad_rows))}, "sum")  # type: ignore[attr-defined]
+        metrics |= values(merge(ranks.gather(own)))
         check_names(metrics)
         for name, value in metrics.items():
-            self.log(name, value, batch_size=len(batch), prog_bar=name in ("reward", "tokens_per_second"))
+            self.log(name, value, batch_size=max(1, len(batch)), prog_bar=name in ("reward", "tokens_per_second"))
         self.updates_in_step = 0
         self.random_states.end()
         return {"loss": torch.tensor(metrics.get("loss", 0.0)), "groups": groups, "metrics": metrics}
@@ -266,25 +282,28 @@ class GRPOModule(WithRandomStates, LightningModule):
         """UPDATE: one rescale of the summed gradient, clipping, optimizer step, schedule."""
         self.colocation.executor.enter_update()
         optimizer: Any = self.optimizers()
-        parameters = [p for p in self.policy.parameters() if p.grad is not None]
-        norm = torch.zeros(())
-        if step.anything_kept(update) and parameters:
-            scale = 1.0 / step.normalizer(update)
-            torch._foreach_mul_([p.grad for p in parameters], scale)
-            limit = self.hparams["max_grad_norm"]
-            norm = torch.nn.utils.clip_grad_norm_(parameters, limit if limit is not None else float("inf"))
-            if not torch.isfinite(norm):
-                raise FloatingPointError(f"gradient norm {norm} at update {self.trainer.global_step}; weights kept")
-        else:
-            # Nothing to learn from: without gradients the optimizer moves nothing, and the step still counts.
-            self.zero_grad(set_to_none=True)
+        if isinstance(step, RankStep):
+            step.settle(update)
+        scale = 1.0 / step.normalizer(update) if step.anything_kept(update) else None
+        self.gradient_update.finish(self.policy.parameters(), scale, self.hparams["max_grad_norm"])
         lr = float(optimizer.param_groups[0]["lr"])
         self.updates_in_step += 1  # before: an error half way through leaves weights that must not be saved
         optimizer.step()
+        norm = self.gradient_update.norm()
         optimizer.zero_grad(set_to_none=True)
         self.lr_schedulers().step()  # type: ignore[union-attr]
         self.actor.version += 1
-        return {"grad_norm": float(norm), "lr": lr, "updates": float(self.trainer.global_step)}
+        return {"grad_norm": norm, "lr": lr, "updates": float(self.trainer.global_step)}
+
+    @property
+    def ranks(self) -> Ranks:
+        """The data-parallel processes of the run."""
+        return getattr(self.trainer.strategy, "ranks", None) or Ranks()
+
+    @property
+    def gradient_update(self) -> GradientUpdate:
+        """What the strategy does with accumulated gradients."""
+        return self.trainer.strategy.gradients  # type: ignore[attr-defined]
 
     @property
     def colocation(self) -> Any:
@@ -296,34 +315,6 @@ class GRPOModule(WithRandomStates, LightningModule):
             )
         return colocation
 
-    # ---- evaluation ----
-
-    def evaluate(self, prompts: list[Prompt]) -> list[Group]:
-        """Rollouts and rewards of evaluation prompts, `eval_num_generations` each."""
-        if not prompts:
-            return []
-        n = self.hparams["eval_num_generations"]
-        return rollout_groups(
-            self.colocation, prompts, self.sampling(evaluate=True), self._runners[n], seed=self.hparams["seed"]
-        )
-
-    def validation_step(self, batch: list[Prompt], batch_idx: int) -> Any:
-        return self._score(batch, "val/")
-
-    def test_step(self, batch: list[Prompt], batch_idx: int) -> Any:
-        return self._score(batch, "test/")
-
-    def predict_step(self, batch: list[Prompt], batch_idx: int) -> Groups:
-        return Groups(self.evaluate(batch))
-
-    def _score(self, batch: list[Prompt], prefix: str) -> list[Group]:
-        groups = self.evaluate(batch)
-        for name, (value, weight) in evaluation_metrics(groups, self.task).items():
-            check_names({prefix + name: value})
-            shown = name in ("reward", "accuracy")
-            self.log(prefix + name, value, on_epoch=True, batch_size=weight, prog_bar=shown, sync_dist=True)
-        return groups
-
     # ---- checkpoints ----
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -332,7 +323,7 @@ class GRPOModule(WithRandomStates, LightningModule):
             "weights_version": self.actor.version,
             "reference_print": self._reference_print,
             "settings": {name: self.hparams[name] for name in KEPT_ON_RESUME},
-            "random": self.random_states.state_dict(),
+            "random": self.ranks.gather(self.random_states.state_dict()),
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -342,7 +333,10 @@ class GRPOModule(WithRandomStates, LightningModule):
         check_resume(state.get("settings", {}), self)
         self.rollouts_done = state["rollouts_done"]
         self.actor.version = state["weights_version"]
-        self.random_states.load_state_dict(state["random"])
+        random = state["random"]
+        if isinstance(random, list):
+            random = random[min(self.ranks.rank, len(random) - 1)]
+        self.random_states.load_state_dict(random)
         if self.reference is not None and state["reference_print"] not in (None, self._reference_print):
             raise ValueError(
                 f"the reference model in model={self.hparams['model']!r} is not the one this run started from: its "

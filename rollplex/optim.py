@@ -62,15 +62,20 @@ class MasterAdamW(torch.optim.AdamW):
             master.copy_(saved)
 
 
-def make_optimizer(parameters: Iterable[nn.Parameter], h: Mapping[str, Any]) -> dict[str, Any]:
-    """Lightning's configure_optimizers result from GRPOModule's settings. Weight decay is for matrices only."""
+def make_optimizer(
+    parameters: Iterable[nn.Parameter], h: Mapping[str, Any], *, own_masters: bool = True
+) -> dict[str, Any]:
+    """Lightning's configure_optimizers result from GRPOModule's settings. Weight decay is for matrices only.
+
+    own_masters: hold float32 masters here for parameters of another dtype; False where a strategy does (DeepSpeed).
+    """
     trained = [p for p in parameters if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": h["weight_decay"]},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
     settings = {"lr": h["learning_rate"], "betas": (h["adam_beta1"], h["adam_beta2"])}
-    narrow = any(p.dtype != torch.float32 for p in trained)
+    narrow = own_masters and any(p.dtype != torch.float32 for p in trained)
     optimizer = MasterAdamW(groups, **settings) if narrow else torch.optim.AdamW(groups, **settings)
     scheduler = get_scheduler(h["lr_scheduler_type"], optimizer, h["warmup_steps"], h["lr_decay_steps"])
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}

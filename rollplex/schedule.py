@@ -16,10 +16,12 @@ from rollplex.admission import Admission
 from rollplex.cores import LaneThreads
 from rollplex.data.records import Request, Rollout
 from rollplex.lanes import Drained, EngineError, Event, Failed, Finished, RolloutLane, WindowClosed, WindowOpened
+from rollplex.lockstep import Lockstep
 from rollplex.phases import Notify, Phase, PhaseMachine
+from rollplex.ranks import Ranks
 from rollplex.streams import LaneStreams
 from rollplex.timeline import PHASES, ROLLOUT_LANE, TRAIN_LANE, Timeline
-from rollplex.units import ORDERED_KINDS, PREFILL_KINDS, PREFIX_KINDS, Unit, UnitId, UnitKind
+from rollplex.units import ACTOR_KINDS, ORDERED_KINDS, PREFILL_KINDS, PREFIX_KINDS, Unit, UnitId, UnitKind
 
 
 @dataclass
@@ -78,6 +80,10 @@ class Executor:
         """Run the units of PREFILL_KINDS before the engine starts, which then takes their prefixes."""
         self.stop_requested: str | None = None
         """Why to stop ("SIGTERM", "SIGINT"); read between units."""
+        self.stops_together = False
+        """With several ranks: stop only where all of them ask (`stop_together`)."""
+        self.lockstep: Lockstep | None = None
+        """Set where actor units are collectives: they start in one order on every rank."""
         self.timeout = timeout
         """Seconds without any engine event after which a rollout counts as stalled; None waits forever."""
         self._notify = notify
@@ -110,7 +116,7 @@ class Executor:
         with self._guard():
             self.enter(Phase.ROLLOUT)
             self._prefill(pending, state)
-            self.lane.submit(requests(), limit=self.timeout)
+            self._submit(requests(), state)
             self._overlapped(pending, state, collect)
             self._learn_decode_times()
             if self.lane.engine.releases_kv:
@@ -134,8 +140,9 @@ class Executor:
         """EVALUATE: rollouts only."""
         with self._guard():
             self.enter(Phase.EVALUATE)
-            self.lane.submit(requests, limit=self.timeout)
-            self._overlapped([], ScheduleState(), collect)
+            state = ScheduleState()
+            self._submit(requests, state)
+            self._overlapped([], state, collect)
             self.enter(Phase.IDLE)
 
     def enter(self, phase: Phase) -> None:
@@ -150,8 +157,14 @@ class Executor:
         self.enter(Phase.UPDATE)
 
     def check_stop(self) -> None:
-        if self.stop_requested is not None:
+        if self.stop_requested is not None and not self.stops_together:
             raise StopRequested(self.stop_requested)
+
+    def stop_together(self, ranks: Ranks) -> None:
+        """Stop on every rank if one was asked to. A collective; between steps."""
+        reasons = [reason for reason in ranks.gather(self.stop_requested) if reason is not None]
+        if reasons:
+            raise StopRequested(reasons[0])
 
     # ---- inside ----
 
@@ -160,21 +173,30 @@ class Executor:
             self.check_stop()
         return _Guard(self)
 
+    def _submit(self, requests: Sequence[Request], state: ScheduleState) -> None:
+        if requests:
+            self.lane.submit(requests, limit=self.timeout)
+        state.drained = not requests  # a rank may have no group of a small batch
+
     def _overlapped(self, pending: list[Unit], state: ScheduleState, collect: Callable[[Rollout], int | None]) -> None:
         last_event = time.monotonic()
-        while not state.drained:
+        lockstep = self.lockstep if pending else None
+        while True:
             self.check_stop()
             while not state.drained and (event := self._poll(0.0)) is not None:
                 last_event = time.monotonic()
                 self._handle(event, state, collect)
-            if state.drained:
+            if state.drained and lockstep is None:
                 break
-            unit = next((u for u in pending if self._ready(u, state) and self._admitted(u, state)), None)
+            unit, over = self._choose(pending, state)
             if unit is not None:
                 pending.remove(unit)
                 self._run(unit, state)
+            if over:
+                break
+            if unit is not None or state.drained:
                 continue
-            if (event := self._poll(0.1)) is not None:
+            if (event := self._poll(0.1 if lockstep is None else 0.02)) is not None:
                 last_event = time.monotonic()
                 self._handle(event, state, collect)
             elif self.timeout is not None and time.monotonic() - max(last_event, self.lane.last_sign) > self.timeout:
@@ -182,9 +204,35 @@ class Executor:
                 self.lane.give_up(error)
                 raise error
 
+    def _choose(self, pending: list[Unit], state: ScheduleState) -> tuple[Unit | None, bool]:
+        """The next unit that may start before the rollout is over, and whether it is over on all ranks."""
+        ready = (u for u in pending if self._ready(u, state))
+        if self.lockstep is None:
+            return next((u for u in ready if self._admitted(u, state)), None), False
+        could = list(ready)
+        own = next((u for u in could if u.kind not in ACTOR_KINDS and self._admitted(u, state)), None)
+        if own is not None:
+            return own, False
+        before = self.admission.admitted
+        could = [u for u in could if u.kind in ACTOR_KINDS and self._could_start(u, state)]
+        chosen, over = self.lockstep.choose([u.id for u in could], drained=state.drained)
+        self.admission.admitted = before + (chosen is not None)
+        return next((u for u in could if u.id == chosen), None), over
+
+    def _could_start(self, unit: Unit, state: ScheduleState) -> bool:
+        """A rank whose own rollout is over slows nobody down; it only keeps the order."""
+        if state.drained:
+            return bool(self.openers) and (unit.kind in PREFIX_KINDS or state.is_next_in_order(unit))
+        return self._admitted(unit, state)
+
     def _prefill(self, pending: list[Unit], state: ScheduleState) -> None:
         if not (self.reuse_prefill and self.lane.engine.takes_prefix):
             return
+        if self.lockstep is not None:
+            raise ValueError(
+                "callbacks: PrefillReuse takes the trainer's prefixes before the decode, and with parameters sharded "
+                "over several ranks (ZeRO-3) each rank would have to wait for all; take it out, or use ZeRO-2"
+            )
         for unit in [u for u in pending if u.kind in PREFILL_KINDS and self._ready(u, state)]:
             self.check_stop()
             if self.admission.fits(unit.id, unit.kind.value, unit.work, unit.density, self.held_bytes()):

@@ -24,6 +24,7 @@ from rollplex.grpo.losses import LossSettings, kept_responses, loss_normalizer, 
 from rollplex.models.prefix import PrefixState
 from rollplex.models.split_model import SplitModel
 from rollplex.rewards.runner import RewardFailure, RewardRunner
+from rollplex.seeds import request_seed
 from rollplex.totals import StepTotals
 from rollplex.units import PREFIX_KINDS, Unit, UnitId, UnitKind
 
@@ -49,15 +50,6 @@ class StepSettings:
     """False recomputes the prefix for each response inside its suffix unit: what other systems do, as a baseline."""
     importance_sampling_mode: ImportanceMode | None = None
     importance_sampling_cap: float = 3.0
-
-
-def request_seed(seed: int, step: int, group: int, index: int) -> int:
-    """A stream of its own for every response of a run: resume and schedule cannot change what is sampled."""
-    mixed = seed
-    for part in (step, group, index):
-        mixed = ((mixed ^ part) * 0x9E3779B97F4A7C15 + 0x2545F4914F6CDD1D) & (2**64 - 1)
-        mixed ^= mixed >> 29
-    return mixed >> 1
 
 
 @dataclass
@@ -86,12 +78,18 @@ class GRPOStep:
     _kept: dict[int, list[bool]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        s = self.settings
-        self.bundles = make_bundles(
-            [len(p) for p in self.prompts], prompts_per_pass=s.prompts_per_pass, num_mini_batches=s.num_mini_batches
-        )
+        self.bundles = self._make_bundles()
         self._version = self.actor.version
-        self.rollouts = [[None] * s.num_generations for _ in self.prompts]
+        self.rollouts = [[None] * self.settings.num_generations for _ in self.prompts]
+
+    def _make_bundles(self) -> list[Bundle]:
+        s = self.settings
+        lengths = [len(p) for p in self.prompts]
+        return make_bundles(lengths, prompts_per_pass=s.prompts_per_pass, num_mini_batches=s.num_mini_batches)
+
+    def number(self, g: int) -> int:
+        """A group's place in the rollout batch of all ranks."""
+        return g
 
     # ---- rollout ----
 
@@ -99,7 +97,7 @@ class GRPOStep:
         """With the prefixes that have been computed by now."""
         passes = {g: prefix for prefix in map(self._prefix_pass, self.bundles) for g in prefix.groups}
         return [
-            Request(g, i, prompt, self.settings.sampling, request_seed(seed, step, g, i), passes[g])
+            Request(g, i, prompt, self.settings.sampling, request_seed(seed, step, self.number(g), i), passes[g])
             for g, prompt in enumerate(self.prompts)
             for i in range(self.settings.num_generations)
         ]
@@ -149,14 +147,14 @@ class GRPOStep:
     def _scoring_units(self) -> list[Unit]:
         units = [Unit(UnitKind.REWARD, g, partial(self._score, g), (g,)) for g in range(len(self.prompts))]
         for b in self.bundles:
-            if self.reference is not None:
+            if self.reference is not None and b.groups:
                 units += self._no_grad_units(b, "ref", self.reference, UnitKind.REF_PREFIX, UnitKind.REF_SUFFIX)
             if b.mini_batch > 0:  # the first mini-batch's own log-probs are those of the rollout's weights
                 units += self._no_grad_units(b, "old", self.actor, UnitKind.OLD_PREFIX, UnitKind.OLD_SUFFIX)
         return units
 
     def _no_grad_units(self, b: Bundle, name: str, model: SplitModel, first: UnitKind, second: UnitKind) -> list[Unit]:
-        units = [self._unit(first, b, lambda: self._prefix(b, name, model, grad=False))]
+        units = [self._unit(first, b, lambda: self._prefix(b, name, model))]
         units += [self._unit(second, b, lambda: self._score_suffix(b, name, model), needs=[(first, b.index)])]
         return units if self.settings.share_prefix else [self._unit(second, b, units[1].run)]
 
@@ -166,17 +164,17 @@ class GRPOStep:
         if update == 0:
             scored = range(len(self.prompts)) if self.settings.scale_rewards == "batch" else b.groups
             needs += [(UnitKind.REWARD, g) for g in scored]
-            needs += [(UnitKind.REF_SUFFIX, b.index)] if self.reference is not None else []
+            needs += [(UnitKind.REF_SUFFIX, b.index)] if self.reference is not None and b.groups else []
         if not self.settings.share_prefix:
             return [self._unit(suffix, b, lambda: self._train_suffix(b, update), needs=needs[1:])]
         return [
-            self._unit(prefix, b, lambda: self._prefix(b, "act", self.actor, grad=True)),
+            self._unit(prefix, b, lambda: self._prefix(b, "act", self.actor)),
             self._unit(suffix, b, lambda: self._train_suffix(b, update), needs=needs),
             self._unit(backward, b, lambda: self._backward(b), needs=[(suffix, b.index)]),
         ]
 
     def _unit(self, kind: UnitKind, b: Bundle, run: Callable[[], None], *, needs: Sequence[UnitId] = ()) -> Unit:
-        prompts = [self.prompts[g] for g in b.groups]
+        prompts = self._prompts_of(b)
         tokens = sum(len(p) for p in prompts)
         patches = sum(int(p.media[k].shape[0]) for p in prompts for k in PATCHES if k in p.media)
         return Unit(
@@ -196,8 +194,14 @@ class GRPOStep:
         """Bytes of prefix state alive: boundary tensors and, with a graph, saved activations."""
         return sum(p.nbytes + p.saved_bytes for p in self._prefixes.values())
 
-    def _prefix(self, b: Bundle, name: str, model: SplitModel, grad: bool) -> None:
-        self._prefixes[name, b.index] = model.prefix([self.prompts[g] for g in b.groups], grad=grad)
+    def _prompts_of(self, b: Bundle) -> list[Prompt]:
+        return [self.prompts[g] for g in b.groups]
+
+    def _compute_prefix(self, b: Bundle, name: str, model: SplitModel, prompts: Sequence[Prompt]) -> PrefixState:
+        return model.prefix(prompts, grad=name == "act")
+
+    def _prefix(self, b: Bundle, name: str, model: SplitModel) -> None:
+        self._prefixes[name, b.index] = self._compute_prefix(b, name, model, self._prompts_of(b))
         self.prefix_bytes_peak = max(self.prefix_bytes_peak, self.held_bytes)
         on_host = sum(p.host_bytes for p in self._prefixes.values())
         self.prefix_host_bytes_peak = max(self.prefix_host_bytes_peak, on_host)
@@ -208,7 +212,7 @@ class GRPOStep:
         if self.settings.share_prefix:
             return self._prefixes[name, b.index]
         self.prefixes_recomputed += len(rows) if name == "act" and model.version > self._version else 0
-        return model.prefix([self.prompts[g] for g, _ in rows], grad=name == "act")
+        return self._compute_prefix(b, name, model, [self.prompts[g] for g, _ in rows])
 
     def _score_suffix(self, b: Bundle, name: str, model: SplitModel) -> None:
         for rows in self._passes(b):
@@ -248,6 +252,7 @@ class GRPOStep:
                 prefix.backward()
 
     def _backward(self, b: Bundle) -> None:
+        self.actor.before_prefix_backward()
         self._prefixes.pop(("act", b.index)).backward()
 
     # ---- rows of a suffix pass ----

@@ -7,12 +7,12 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 
-from rollplex.admission import Admission
 from rollplex.checkpoints import AtomicCheckpointIO
-from rollplex.colocation import Colocation
-from rollplex.cores import LaneThreads
+from rollplex.colocation import check_module, check_trainer, make_colocation
 from rollplex.engines.base import RolloutEngine
-from rollplex.streams import LaneStreams
+from rollplex.models.split_model import SplitModel
+from rollplex.ranks import Ranks
+from rollplex.updates import WholeGradients
 
 
 class RollplexStrategy(SingleDeviceStrategy):
@@ -50,57 +50,38 @@ class RollplexStrategy(SingleDeviceStrategy):
         if device == "auto":
             device = "cuda:0" if torch.cuda.is_available() else "cpu"
         super().__init__(device=torch.device(device), checkpoint_io=AtomicCheckpointIO())
-        if rollout_timeout is not None and not rollout_timeout > 0:
-            raise ValueError(f"rollout_timeout={rollout_timeout} must be above 0 seconds, or null to wait forever")
-        if admission not in ("measure", "always"):
-            raise ValueError(f"admission={admission!r} is unknown; set measure or always")
-        self.colocation = Colocation(
-            engine,
-            threads=LaneThreads(threads, rollout_threads, train_threads, pin_cores=pin_cores),
-            streams=LaneStreams(train_sms),
-            admission=Admission(prefix_budget_bytes, measure=admission == "measure"),
-            timeout=rollout_timeout,
-        )
+        self.colocation = make_colocation(
+            engine, threads=threads, rollout_threads=rollout_threads, train_threads=train_threads, pin_cores=pin_cores,
+            train_sms=train_sms, prefix_budget_bytes=prefix_budget_bytes, admission=admission,
+            rollout_timeout=rollout_timeout,
+        )  # fmt: skip
+        self.ranks = Ranks()
+        self.gradients = WholeGradients()
 
     def setup(self, trainer: Any) -> None:
         self._check(trainer)
         super().setup(trainer)
         module: Any = self.lightning_module
-        if not hasattr(module, "actor"):
-            raise ValueError(
-                f"strategy=rollplex drives a GRPOModule, but the model is a {type(module).__name__}: subclass that"
-            )
+        check_module(module, self.strategy_name)
         module.place(self.root_device)
         self.colocation.start(trainer, module.actor, module.processor, self.root_device)
 
     def _check(self, trainer: Any) -> None:
         """What this strategy cannot do, said before a model is touched."""
-        precision = self.precision_plugin.precision
-        if precision != "32-true":
-            raise ValueError(
-                f"trainer.precision={precision} is not supported: trainer and engine would no longer "
-                "agree; leave precision at 32-true and set the model's dtype (float32 or bfloat16)"
-            )
         devices = trainer._accelerator_connector._devices_flag
         wanted = int(devices) if str(devices).isdigit() else 1
         nodes = int(trainer._accelerator_connector._num_nodes_flag)
         if wanted > 1 or nodes > 1:
             raise ValueError(
                 f"strategy=rollplex uses one device, but devices={devices} and num_nodes={nodes} were set; "
-                "set both to 1"
+                "set both to 1, or strategy to rollplex_ddp, rollplex_zero1, rollplex_zero2 or rollplex_zero3"
             )
+        check_trainer(trainer, self.precision_plugin.precision, self.colocation)
 
-        degree = getattr(self.colocation.engine, "tensor_parallel_size", 1)
-        if degree > 1:
-            raise ValueError(
-                f"tensor_parallel_size={degree} of the engine needs a strategy over several devices, which this one is "
-                "not; set it to 1"
-            )
-        if trainer.overfit_batches:
-            raise ValueError(
-                f"trainer.overfit_batches={trainer.overfit_batches} has no effect: rows follow the rollout's number. "
-                "Give the task that many training rows instead"
-            )
+    def whole_model(self) -> SplitModel:
+        """The policy with whole weights."""
+        module: Any = self.lightning_module
+        return module.actor
 
     def teardown(self) -> None:
         self.colocation.close()

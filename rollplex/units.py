@@ -45,6 +45,9 @@ ORDERED_KINDS = (frozenset({UnitKind.REWARD}), ACCUMULATING_KINDS)
 """Sorts of units whose order among themselves shows in the result: sums round, and rewards are the user's code, which
 may draw random numbers or keep state."""
 
+ACTOR_KINDS = ACCUMULATING_KINDS | PREFILL_KINDS | {UnitKind.OLD_SUFFIX}
+"""Units that run the actor's modules: where its parameters are sharded, every rank must run them in the same order."""
+
 UnitId = tuple[UnitKind, int]
 
 

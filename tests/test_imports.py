@@ -30,16 +30,24 @@ LAYERS = [
             "models",
             "optim",
             "phases",
+            "lockstep",
             "planner",
+            "ranks",
+            "seeds",
             "streams",
             "totals",
             "units",
+            "updates",
         }
         | {"reports", "residency", "rewards", "tasks", "timeline", "weights"},
     ),
     ("engines", {"engines"}),
-    ("schedule", {"evaluation", "lanes", "schedule", "step"}),
-    ("strategy", {"colocation", "deepspeed_strategy", "strategy"}),
+    ("schedule", {"evaluation", "lanes", "rank_step", "schedule", "step"}),
+    (
+        "strategy",
+        {"colocation", "ddp_strategy", "strategy"}
+        | {f"deepspeed_{part}" for part in ("checkpoints", "gradients", "offload", "strategy")},
+    ),
     ("module", {"export", "module"}),
     ("cli", {"__main__", "ablation", "cli", "comparison", "parity", "verify"}),
 ]
@@ -50,9 +58,9 @@ HOMES = {
     "vllm": {
         f"rollplex/engines/vllm_{part}.py" for part in ("engine", "inputs", "patches", "sharing", "split", "weights")
     },
-    "deepspeed": {"rollplex/deepspeed_strategy.py"},
+    "deepspeed": {f"rollplex/deepspeed_{part}.py" for part in ("checkpoints", "offload", "strategy")},
 }
-LAZY_HOMES = HOMES["vllm"]
+LAZY_HOMES = HOMES["vllm"] | HOMES["deepspeed"]
 """They import their package inside functions only."""
 
 

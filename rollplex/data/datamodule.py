@@ -6,11 +6,11 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from lightning import LightningDataModule
 from torch.utils.data import DataLoader, Dataset
 
+from rollplex.data.batches import RankRows, RolloutBatchSampler, ShareSampler
 from rollplex.data.encode import BadRow, PromptEncoder
 from rollplex.data.records import Prompt, Sample
 from rollplex.models.registry import context_length
@@ -22,56 +22,6 @@ _SPLITS: dict[str, tuple[Split, ...]] = {
     "test": ("test",),
     "predict": ("test",),
 }
-
-
-class RolloutBatchSampler:
-    """Row numbers of each rollout batch.
-
-    The rollouts of a run are numbered 0, 1, 2, ...; rollout k uses slot k % len(self) of epoch k // len(self), and the
-    order within an epoch is drawn from (seed, epoch). So the rows of rollout k never depend on how the run came there:
-    by resuming in the middle, by `limit_train_batches`, or straight.
-
-    Each iteration gives len(self) batches, beginning with rollout `start_rollout` (a number, or a function asked at
-    the start of each iteration; a number is advanced by len(self) per iteration, to the next epoch's start). Lightning
-    ends a resumed epoch itself, at the batch where it would have ended.
-    """
-
-    def __init__(
-        self,
-        n: int,
-        batch_size: int,
-        *,
-        seed: int = 0,
-        shuffle: bool = True,
-        drop_last: bool = True,
-        start_rollout: int | Callable[[], int] = 0,
-    ) -> None:
-        """n: rows. drop_last: leave out the n % batch_size rows that would make a smaller last batch of an epoch
-        (others each epoch, as the order changes)."""
-        if batch_size < 1 or n < (batch_size if drop_last else 1):
-            raise ValueError(f"batch_size={batch_size} must be at least 1 and give at least one batch of n={n} rows")
-        self.n, self.batch_size, self.seed, self.shuffle = n, batch_size, seed, shuffle
-        self.batches = n // batch_size if drop_last else -(-n // batch_size)
-        self.start_rollout = start_rollout
-
-    def __len__(self) -> int:
-        return self.batches
-
-    def rows(self, rollout: int) -> list[int]:
-        """Row numbers of one rollout, by its global number."""
-        epoch, slot = divmod(rollout, self.batches)
-        order = np.random.default_rng([self.seed, epoch]).permutation(self.n) if self.shuffle else np.arange(self.n)
-        return [int(row) for row in order[slot * self.batch_size : (slot + 1) * self.batch_size]]
-
-    def __iter__(self) -> Iterator[list[int]]:
-        # A generator, so nothing is counted until the first batch is asked for: loaders make iterators they never use.
-        if callable(self.start_rollout):
-            start = self.start_rollout()
-        else:
-            start = self.start_rollout
-            self.start_rollout = (start // self.batches + 1) * self.batches
-        for i in range(self.batches):
-            yield self.rows(start + i)
 
 
 class _EncodedRows(Dataset[Any]):
@@ -113,8 +63,11 @@ class _EncodedRows(Dataset[Any]):
 class _PromptLoader:
     """What Lightning iterates: lists of prompts, bad rows taken out and reported."""
 
-    def __init__(self, loader: DataLoader[Any], report: Callable[[BadRow], None]) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], report: Callable[[BadRow], None], rank: int = 0, world: int = 1
+    ) -> None:
         self.loader, self.report = loader, report
+        self.rank, self.world = rank, world
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -129,9 +82,12 @@ class _PromptLoader:
             for row in bad:
                 self.report(row)
             prompts = [row for row in batch if isinstance(row, Prompt)]
-            empty = 0 if prompts else empty + 1
+            empty = 0 if prompts or not batch else empty + 1
             if empty == len(self):
                 raise ValueError(f"not one usable row in {empty} batches, a whole epoch; the last one: {bad[-1]}")
+            if self.world > 1:
+                places = [self.rank + self.world * i for i, row in enumerate(batch) if isinstance(row, Prompt)]
+                prompts = RankRows(prompts, places)
             yield prompts
 
     def state_dict(self) -> dict[str, Any]:
@@ -169,7 +125,7 @@ class VLMDataModule(LightningDataModule):
     ) -> None:
         """Settings.
 
-        batch_size: prompts per rollout (responses are `num_generations` times as many).
+        batch_size: prompts per rollout, of all ranks together (responses are `num_generations` times as many).
         val_batch_size: prompts per validation, test or predict batch; all rows are used there, in order.
         shuffle, seed: training order; another one each epoch.
         drop_last: leave an epoch's last, smaller batch out (the rows left out differ between epochs).
@@ -297,16 +253,22 @@ class VLMDataModule(LightningDataModule):
         return self._loader(data, RolloutBatchSampler(len(data), self.val_batch_size, shuffle=False, drop_last=False))
 
     def _loader(self, data: _EncodedRows, sampler: RolloutBatchSampler) -> _PromptLoader:
+        rank, world = self._rank()
         loader: DataLoader[Any] = DataLoader(
             data,
-            batch_sampler=sampler,
+            batch_sampler=sampler if world == 1 else ShareSampler(sampler, rank, world),
             collate_fn=list,
             num_workers=self.num_workers,
             persistent_workers=self.num_workers > 0,
             # Its own: a loader draws a seed at each start, and from the global one a resumed run would differ.
             generator=torch.Generator().manual_seed(self.seed),
         )
-        return _PromptLoader(loader, self._report)
+        return _PromptLoader(loader, self._report, rank, world)
+
+    def _rank(self) -> tuple[int, int]:
+        """(rank, world): each rank encodes its own rows of a batch. `batch_size` is that of all ranks together."""
+        trainer: Any = self.trainer
+        return getattr(trainer, "global_rank", 0), getattr(trainer, "world_size", 1)
 
     def _rollouts_done(self) -> int | None:
         module = self.trainer.lightning_module if self.trainer is not None else None

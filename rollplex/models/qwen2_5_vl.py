@@ -63,6 +63,36 @@ class Qwen2_5VL(SplitModel):
         )  # fmt: skip
         return out.last_hidden_state
 
+    def prefix_hidden_with(
+        self, prompts: Sequence[Prompt], positions: Tensor, state: RecordPrefix, media: frozenset[str]
+    ) -> Tensor:
+        ids_BP, own = stack_prompts(prompts)
+        ids_BP = ids_BP.to(self.device)
+        assert media >= set(own) & {"pixel_values", "pixel_values_videos"}, "the prompts have media not agreed on"
+        hf = self.hf.model
+        embeds_BPH = self.embed(ids_BP)
+        for kind, pixels, compute in (
+            ("image", "pixel_values", hf.get_image_features),
+            ("video", "pixel_values_videos", hf.get_video_features),
+        ):
+            if pixels not in media:
+                continue
+            patches, grid = (own[pixels], own[f"{kind}_grid_thw"]) if pixels in own else self._blank()
+            found_VH = torch.cat(compute(patches.to(self.device), grid.to(self.device)).pooler_output).to(embeds_BPH)
+            if pixels in own:
+                masks = hf.get_placeholder_mask(ids_BP, inputs_embeds=embeds_BPH, **{f"{kind}_features": found_VH})
+                embeds_BPH = embeds_BPH.masked_scatter(masks[kind == "video"], found_VH)
+            else:
+                embeds_BPH = embeds_BPH + 0.0 * found_VH.sum()
+        return self.run_text(embeds_BPH, positions, state)
+
+    def _blank(self) -> tuple[Tensor, Tensor]:
+        """Patches and grid of the smallest black picture."""
+        vision = self.config.vision_config
+        side = vision.spatial_merge_size
+        width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        return torch.zeros(side * side, width), torch.tensor([[1, side, side]])
+
 
 def stack_prompts(prompts: Sequence[Prompt]) -> tuple[Tensor, dict[str, Tensor]]:
     """(B, P) ids, and media tensors concatenated in prompt order."""

@@ -34,6 +34,8 @@ class SavedActivations:
         self.host_bytes = 0
 
     def _pack(self, tensor: Tensor) -> Tensor | OnHost:
+        if isinstance(tensor, torch.nn.Parameter):
+            return tensor  # itself, no view of it: a sharded one has other storage when backward asks
         storage = tensor.untyped_storage()
         if storage.data_ptr() in self._parameters:
             return tensor

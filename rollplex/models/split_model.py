@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rollplex.data.records import Prompt
 from rollplex.models.attention import ATTENTION_NAME, STATE_KEYWORD
+from rollplex.models.head import PolicyHead
 from rollplex.models.logprobs import linear_logps
 from rollplex.models.prefix import PrefixState, ReadPrefix, RecordPrefix
 from rollplex.models.saved import SavedActivations
@@ -68,6 +69,8 @@ class SplitModel(ABC):
         self.suffix_checkpointing = suffix_checkpointing
         self.prefix_on_host = prefix_on_host
         self.version = 0
+        self.before_prefix_backward: Callable[[], None] = lambda: None
+        """Set by a strategy whose sharded modules count the calls of one forward and one backward."""
         self._positions: dict[int, tuple[weakref.ref[Prompt], Tensor]] = {}
         self._refuse_dropout()
         self.hf.set_attn_implementation({"text_config": ATTENTION_NAME})
@@ -90,6 +93,16 @@ class SplitModel(ABC):
     @abstractmethod
     def prefix_hidden(self, prompts: Sequence[Prompt], positions: Tensor, state: RecordPrefix) -> Tensor:
         """Run vision tower and prompt; returns last hidden states (B, P, H)."""
+
+    def prefix_hidden_with(
+        self, prompts: Sequence[Prompt], positions: Tensor, state: RecordPrefix, media: frozenset[str]
+    ) -> Tensor:
+        """As `prefix_hidden`, but the modules that run depend on `media` alone (names of media tensors, those of
+        `prompts` among them): a tower that no prompt needs sees a blank picture that changes nothing.
+
+        For ranks that must make the same module calls whatever their prompts hold.
+        """
+        raise ValueError(f"model_type={self.model_type} cannot be sharded over ranks yet (ZeRO-3); use ZeRO-2")
 
     @abstractmethod
     def vision_embeddings(self, prompt: Prompt) -> dict[str, Tensor]:
@@ -116,7 +129,7 @@ class SplitModel(ABC):
         return self.hf.get_output_embeddings().weight
 
     def banned_mask(self) -> Tensor:
-        mask = torch.zeros(self.head_weight.shape[0], dtype=torch.bool, device=self.device)
+        mask = torch.zeros(self.hf.get_output_embeddings().out_features, dtype=torch.bool, device=self.device)
         mask[list(self.banned_token_ids)] = True
         return mask
 
@@ -156,8 +169,11 @@ class SplitModel(ABC):
             for module in self.part(name):
                 module.requires_grad_(name not in parts)
 
-    def prefix(self, prompts: Sequence[Prompt], *, grad: bool) -> PrefixState:
-        """One prefix pass over a bundle. With `grad`, the graph is kept for `PrefixState.backward`."""
+    def prefix(self, prompts: Sequence[Prompt], *, grad: bool, media: frozenset[str] | None = None) -> PrefixState:
+        """One prefix pass over a bundle. With `grad`, the graph is kept for `PrefixState.backward`.
+
+        media: see `prefix_hidden_with`; None runs what the prompts need.
+        """
         lengths = {len(p) for p in prompts}
         assert len(lengths) == 1, f"a bundle's prompts must have one length, got {sorted(lengths)}"
         positions, next_position_B = self.positions(prompts)
@@ -168,7 +184,11 @@ class SplitModel(ABC):
             saved,
             self._checkpointing(grad and self.prefix_checkpointing, vision=True),
         ):
-            hidden_BPH = self.prefix_hidden(prompts, positions.to(self.device), state)
+            at = positions.to(self.device)
+            if media is None:
+                hidden_BPH = self.prefix_hidden(prompts, at, state)
+            else:
+                hidden_BPH = self.prefix_hidden_with(prompts, at, state, media)
             live = [t for layer in sorted(state.kv) for t in state.kv[layer]]
             live.append(hidden_BPH[:, -1].clone())  # a view would keep all P rows alive
         next_position_B = next_position_B.to(self.device)
@@ -195,13 +215,19 @@ class SplitModel(ABC):
                 own_NTH = self._suffix_hidden(prefix, ids_NR[:, : r - 1])
                 hidden_NRH = torch.cat([hidden_NRH, own_NTH], dim=1)
             hidden_MH, target_M = hidden_NRH[mask_NR], ids_NR[mask_NR]
-            logps_M, entropy_M = linear_logps(
-                hidden_MH, self.head_weight, target_M, temperature=temperature, banned_V=banned_V
-            )
+            logps_M, entropy_M = self._logps(hidden_MH, target_M, temperature, banned_V)
             zeros_NR = torch.zeros(n, r, dtype=logps_M.dtype, device=self.device)
             logps_NR = zeros_NR.masked_scatter(mask_NR, logps_M)
             entropy_NR = zeros_NR.masked_scatter(mask_NR, entropy_M)
         return SuffixOutput(logps_NR=logps_NR, entropy_NR=entropy_NR, mask_NR=mask_NR)
+
+    def _logps(
+        self, hidden_MH: Tensor, target_M: Tensor, temperature: float, banned_V: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        head = self.hf.get_output_embeddings()
+        if isinstance(head, PolicyHead):
+            return head(hidden_MH, target_M, temperature=temperature, banned_V=banned_V)
+        return linear_logps(hidden_MH, head.weight, target_M, temperature=temperature, banned_V=banned_V)
 
     def _suffix_hidden(self, prefix: PrefixState, ids_NT: Tensor) -> Tensor:
         n, t = ids_NT.shape
@@ -233,25 +259,35 @@ class SplitModel(ABC):
 
         The engine decodes on it in another thread: training flags, checkpointing flags and rope state are not shared.
         """
+        return self.twin(lambda parameter: parameter.detach())
+
+    def twin(self, tensor_of: Callable[[nn.Parameter], Tensor]) -> SplitModel:
+        """As `alias`, with the tensors that `tensor_of` gives for this model's parameters."""
         config = copy.deepcopy(self.config)
         with torch.device("meta"):
             hf = type(self.hf)(config)
         twin = type(self).__new__(type(self))
         twin.__dict__.update(self.__dict__)
+        hf.generation_config = copy.deepcopy(self.hf.generation_config)
         twin.hf, twin.config = hf.eval(), config
         twin.hf.set_attn_implementation({"text_config": ATTENTION_NAME})
         twin.prefix_checkpointing = twin.suffix_checkpointing = False
-        twin.bind(self)
+        twin.bind(self, tensor_of)
         return twin
 
-    def bind(self, source: SplitModel) -> None:
+    def bind(
+        self, source: SplitModel, tensor_of: Callable[[nn.Parameter], Tensor] = lambda parameter: parameter.detach()
+    ) -> None:
         """(Re-)point every parameter at `source`'s storage; needed again whenever the trainer re-allocates one."""
         own_modules = dict(self.hf.named_modules())
+        made: dict[int, nn.Parameter] = {}  # a tied parameter stays one
         for name, module in source.hf.named_modules():
             target = own_modules[name]
             for key, parameter in module._parameters.items():
                 if parameter is not None:
-                    target._parameters[key] = nn.Parameter(parameter.detach(), requires_grad=False)
+                    if id(parameter) not in made:
+                        made[id(parameter)] = nn.Parameter(tensor_of(parameter), requires_grad=False)
+                    target._parameters[key] = made[id(parameter)]
             for key, buffer in module._buffers.items():
                 if buffer is not None:
                     target._buffers[key] = buffer.detach().clone()

@@ -1,0 +1,95 @@
+"""The strategy over several devices with everything whole on each: data parallel, one reduction per update."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, Literal
+
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+
+from rollplex.checkpoints import AtomicCheckpointIO
+from rollplex.colocation import check_module, check_same_model, check_trainer, make_colocation
+from rollplex.engines.base import RolloutEngine
+from rollplex.models.split_model import SplitModel
+from rollplex.ranks import Ranks
+from rollplex.updates import WholeGradients
+
+
+class RollplexDDPStrategy(DDPStrategy):
+    """Use as `strategy: rollplex_ddp`, or with settings as a class_path.
+
+    Each rank takes its groups of a rollout batch, with an engine of its own. Backward calls are not hooked: gradients
+    are summed over ranks once per update, in flat buckets.
+
+    Args:
+        engine: As for `RollplexStrategy`, on each rank; so are the settings up to rollout_timeout.
+        collective_timeout: Seconds after which a collective that some rank does not come to is an error.
+        process_group_backend: None is NCCL on CUDA, gloo on a CPU.
+    """
+
+    strategy_name = "rollplex_ddp"
+
+    def __init__(
+        self,
+        engine: RolloutEngine | None = None,
+        threads: int | None = None,
+        rollout_threads: int | None = None,
+        train_threads: int | None = None,
+        pin_cores: bool = False,
+        train_sms: int | None = None,
+        prefix_budget_bytes: int | None = None,
+        admission: Literal["measure", "always"] = "measure",
+        rollout_timeout: float | None = 600.0,
+        collective_timeout: float = 1800.0,
+        process_group_backend: str | None = None,
+    ) -> None:
+        if not collective_timeout > 0:
+            raise ValueError(f"collective_timeout={collective_timeout} must be above 0 seconds")
+        super().__init__(
+            checkpoint_io=AtomicCheckpointIO(), process_group_backend=process_group_backend,
+            timeout=timedelta(seconds=collective_timeout),
+        )  # fmt: skip
+        self.colocation = make_colocation(
+            engine, threads=threads, rollout_threads=rollout_threads, train_threads=train_threads, pin_cores=pin_cores,
+            train_sms=train_sms, prefix_budget_bytes=prefix_budget_bytes, admission=admission,
+            rollout_timeout=rollout_timeout,
+        )  # fmt: skip
+        self.ranks = Ranks()
+        self.gradients = WholeGradients()
+
+    def setup(self, trainer: Any) -> None:
+        check_trainer(trainer, self.precision_plugin.precision, self.colocation)
+        module: Any = self.lightning_module
+        check_module(module, self.strategy_name)
+        self.ranks = Ranks.connect(self._timeout)
+        check_same_model(module, self.ranks)
+        self.gradients = WholeGradients(self.ranks)
+        self.colocation.executor.stops_together = not self.ranks.alone
+        assert self.accelerator is not None and self.model is not None
+        self.accelerator.setup(trainer)
+        self.model_to_device()
+        if trainer.training:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        _optimizers_to_device(self.optimizers, self.root_device)
+        module.place(self.root_device)
+        self.colocation.start(trainer, module.actor, module.processor, self.root_device)
+
+    def whole_model(self) -> SplitModel:
+        """The policy with whole weights."""
+        module: Any = self.lightning_module
+        return module.actor
+
+    def teardown(self) -> None:
+        self.colocation.close()
+        module: Any = self.lightning_module
+        if hasattr(module, "close_rewards"):
+            module.close_rewards()
+        super().teardown()
+
+
+StrategyRegistry.register(
+    "rollplex_ddp", RollplexDDPStrategy, override=True,
+    description="GRPO on several devices, everything whole on each, with a colocated rollout engine on each",
+)  # fmt: skip

@@ -1,0 +1,93 @@
+"""Sharded checkpoints: a folder that every rank writes its shard to, complete under its name or not there.
+
+last.ckpt/rollplex.json             what wrote it: stage, ranks
+last.ckpt/checkpoint/...            DeepSpeed's files; the state of Trainer and module is in the model states
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+TAG = "checkpoint"
+MARK = "rollplex.json"
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Who wrote a checkpoint."""
+
+    stage: int
+    ranks: int
+
+    def write(self, folder: Path) -> None:
+        (folder / MARK).write_text(json.dumps(asdict(self)) + "\n")
+
+
+def read_mark(path: Path) -> Mark:
+    """Raises ValueError for what is no sharded checkpoint of ours, or no complete one."""
+    if path.is_file():
+        raise ValueError(
+            f"ckpt_path={str(path)!r} is a file, a checkpoint of strategy rollplex or rollplex_ddp, and ZeRO continues "
+            "from its own folders: set the strategy that wrote it, or export it and start from that model"
+        )
+    if not path.exists():
+        raise FileNotFoundError(f"ckpt_path={str(path)!r} does not exist")
+    try:
+        return Mark(**json.loads((path / MARK).read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"ckpt_path={str(path)!r} is no checkpoint of a rollplex_zero strategy ({error!r})") from error
+
+
+def check_mark(path: Path, stage: int, ranks: int) -> None:
+    """Shards fit the stage and the number of ranks that wrote them, nothing else."""
+    mark = read_mark(path)
+    if mark.stage != stage:
+        raise ValueError(
+            f"ckpt_path={str(path)!r} was written by rollplex_zero{mark.stage}, and this run's stage is {stage}: set "
+            "the strategy that wrote it, or export it and start from that model"
+        )
+    if mark.ranks != ranks:
+        raise ValueError(
+            f"ckpt_path={str(path)!r} has the shards of {mark.ranks} ranks, and this run has {ranks}: start as many "
+            "(devices * num_nodes), or export it and start from that model"
+        )
+
+
+def replace_folder(partial: Path, target: Path) -> None:
+    """Give a complete folder its name, in the place of what had it."""
+    aside = target.with_name(f".{target.name}.{os.getpid()}.old")
+    if target.exists():
+        target.rename(aside)
+    partial.rename(target)
+    if aside.is_dir():
+        shutil.rmtree(aside, ignore_errors=True)
+    else:
+        aside.unlink(missing_ok=True)
+
+
+def client_state(path: Path) -> dict[str, Any]:
+    """What Trainer and module saved, and the engine's own entries beside it."""
+    return torch.load(_model_states(path), map_location="cpu", weights_only=False, mmap=True)
+
+
+def whole_state_dict(path: Path) -> dict[str, torch.Tensor]:
+    """All weights of the module, by name, whatever the stage; under ZeRO-3 its float32 masters."""
+    if read_mark(path).stage < 3:
+        return client_state(path)["module"]
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    return get_fp32_state_dict_from_zero_checkpoint(str(path), tag=TAG)
+
+
+def _model_states(path: Path) -> Path:
+    found = sorted((path / TAG).glob("*mp_rank_00_model_states.pt"))
+    if not found:
+        raise ValueError(f"ckpt_path={str(path)!r} has no model states, it is incomplete")
+    return found[0]

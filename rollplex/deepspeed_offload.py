@@ -1,0 +1,89 @@
+"""What of a DeepSpeed engine's state may leave the device between phases, and its sizes.
+
+DeepSpeed moves its own buffers (`offload_states`, `reload_states`). Parameters stay: it would allocate them anew, and
+an engine that reads them in place would read freed memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MASTERS = {
+    1: "single_partition_of_fp32_groups", 2: "single_partition_of_fp32_groups", 3: "fp32_partitioned_groups_flat",
+}  # fmt: skip
+"""Stage -> where DeepSpeed's optimizer keeps its float32 weights."""
+
+MOVABLE = ("optimizer_moments", "masters")
+NAMES = (*MOVABLE, "gradients", "parameters")
+
+
+class StateOffload:
+    """Of one `deepspeed.DeepSpeedEngine`."""
+
+    def __init__(self, engine: Any, stage: int) -> None:
+        self.engine, self.stage = engine, stage
+        self.away: set[str] = set()
+
+    def bytes(self) -> dict[str, int]:
+        """Name -> bytes on the engine's device now, of this rank's part. Shared storage counts once, with the first."""
+        optimizer, device = self.engine.optimizer, self.engine.device
+        masters = getattr(optimizer, MASTERS[self.stage])
+        moments = [t for s in optimizer.optimizer.state.values() for t in s.values() if torch.is_tensor(t) and t.ndim]
+        parameters = list(self.engine.module.parameters())
+        held = [getattr(p, "ds_tensor", p) for p in parameters]
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        seen: set[int] = set()
+        named = zip(NAMES, (moments, masters, gradients, held), strict=True)
+        return {
+            name: 0 if name in self.away else _storage_bytes(tensors, torch.device(device), seen)
+            for name, tensors in named
+        }
+
+    def offload(self, names: Collection[str], *, pin_memory: bool = True) -> None:
+        """Move states to host memory, until `reload`. ValueError for what cannot be moved, before anything is."""
+        self.check(names)
+        if not names:
+            return
+        from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+
+        kinds = {"optimizer_moments": OffloadStateTypeEnum.optim_states, "masters": OffloadStateTypeEnum.hp_params}
+        self.engine.offload_states(include=[kinds[name] for name in names], pin_memory=pin_memory)
+        self.away |= set(names)
+
+    def reload(self) -> None:
+        """Bring back everything that is away: DeepSpeed knows no part of it."""
+        if self.away:
+            self.engine.reload_states()
+            self.away.clear()
+
+    def check(self, names: Collection[str]) -> None:
+        unknown = [name for name in names if name not in NAMES]
+        if unknown:
+            raise ValueError(f"offload: {', '.join(unknown)} is unknown; states are {', '.join(NAMES)}")
+        if "parameters" in names:
+            raise ValueError(
+                "offload: parameters cannot leave the device under DeepSpeed, which allocates them anew where the "
+                f"rollout engine reads the old place; take it out ({', '.join(MOVABLE)} can)"
+            )
+        if "gradients" in names:
+            raise ValueError("offload: gradients are freed after each update, nothing is there to move; take it out")
+        if self.stage == 3 and type(self.engine.optimizer.optimizer).__name__ != "FusedAdam":
+            raise ValueError(
+                f"offload: ZeRO-3 moves {', '.join(names)} of DeepSpeed's FusedAdam only, and the optimizer is "
+                f"{type(self.engine.optimizer.optimizer).__name__}; set stage 1 or 2, or no offload"
+            )
+
+
+def _storage_bytes(tensors: Iterable[Tensor], device: torch.device, seen: set[int]) -> int:
+    total = 0
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if tensor.device.type != device.type or storage.data_ptr() in seen:
+            continue
+        seen.add(storage.data_ptr())
+        total += storage.nbytes()
+    return total

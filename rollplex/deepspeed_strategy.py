@@ -1,0 +1,300 @@
+"""The strategy over several devices whose states DeepSpeed shards (ZeRO, arXiv 1910.02054)."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.plugins.precision.deepspeed import DeepSpeedPrecision
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, StrategyRegistry
+from torch import nn
+
+from rollplex import deepspeed_checkpoints as checkpoints
+from rollplex.colocation import check_module, check_same_model, check_trainer, make_colocation
+from rollplex.deepspeed_gradients import ShardedGradients
+from rollplex.deepspeed_offload import StateOffload
+from rollplex.engines.base import RolloutEngine
+from rollplex.lockstep import Lockstep
+from rollplex.models.head import PolicyHead
+from rollplex.models.replica import Replica
+from rollplex.models.split_model import SplitModel
+from rollplex.ranks import Ranks
+from rollplex.updates import GradientUpdate, WholeGradients
+
+NEVER = 10**9
+
+
+class _Precision(DeepSpeedPrecision):
+    """Model and prompts stay as they are: the model's dtype is its own, and prompts are frozen records."""
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        return module
+
+    def convert_input(self, data: Any) -> Any:
+        return data
+
+
+class RollplexDeepSpeedStrategy(DeepSpeedStrategy):
+    """Use as `strategy: rollplex_zero1`, `rollplex_zero2` or `rollplex_zero3`, or with settings as a class_path.
+
+    Each rank takes its groups of a rollout batch, with an engine of its own; gradients are reduced once per update.
+    Masters and moments are float32 and sharded, whatever the model's dtype. Stage 1 and 2: the embedded engine and
+    SharedWeights read the parameters in place, as with `rollplex`. Stage 3: parameters are sharded as well; each rank
+    holds one whole copy for its engine, gathered after every update.
+
+    Args:
+        stage: 1 shards the optimizer, 2 gradients as well, 3 parameters too. Without sharding: `rollplex_ddp`.
+        engine, threads, rollout_threads, train_threads, pin_cores, train_sms, prefix_budget_bytes, admission,
+            rollout_timeout: As for `RollplexStrategy`, on each rank.
+        gather_bucket_bytes: Most bytes of parameters gathered at once for the engine's copy (stage 3).
+        zero_optimization: More entries of DeepSpeed's section of that name.
+        collective_timeout: Seconds after which a collective that some rank does not come to is an error.
+        process_group_backend: None is NCCL on CUDA, gloo on a CPU.
+    """
+
+    strategy_name = "rollplex_zero"
+    keeps_masters = True
+    """DeepSpeed holds float32 masters."""
+
+    def __init__(
+        self,
+        stage: Literal[1, 2, 3] = 2,
+        engine: RolloutEngine | None = None,
+        threads: int | None = None,
+        rollout_threads: int | None = None,
+        train_threads: int | None = None,
+        pin_cores: bool = False,
+        train_sms: int | None = None,
+        prefix_budget_bytes: int | None = None,
+        admission: Literal["measure", "always"] = "measure",
+        rollout_timeout: float | None = 600.0,
+        gather_bucket_bytes: int = 512 * 1024**2,
+        zero_optimization: dict[str, Any] | None = None,
+        collective_timeout: float = 1800.0,
+        process_group_backend: str | None = None,
+    ) -> None:
+        self.stage = stage
+        self._check_settings(zero_optimization or {}, gather_bucket_bytes, collective_timeout)
+        zero = {"stage": stage, "overlap_comm": False, "contiguous_gradients": True, "reduce_scatter": True}
+        config = {
+            "train_micro_batch_size_per_gpu": 1, "steps_per_print": NEVER, "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False, "zero_optimization": zero | (zero_optimization or {}),
+        }  # fmt: skip
+        super().__init__(
+            config=config, process_group_backend=process_group_backend, timeout=timedelta(seconds=collective_timeout)
+        )
+        self.gather_bucket_bytes = gather_bucket_bytes
+        self.colocation = make_colocation(
+            engine, threads=threads, rollout_threads=rollout_threads, train_threads=train_threads, pin_cores=pin_cores,
+            train_sms=train_sms, prefix_budget_bytes=prefix_budget_bytes, admission=admission,
+            rollout_timeout=rollout_timeout,
+        )  # fmt: skip
+        self.ranks = Ranks()
+        self.gradients: GradientUpdate = WholeGradients()
+        self.replica: Replica | None = None
+        """Stage 3, while training: the whole weights."""
+        self.states: StateOffload | None = None
+        """While training: sizes of the sharded states, and their way to host memory and back."""
+        self._linear = torch.nn.functional.linear
+
+    def _check_settings(self, zero: dict[str, Any], bucket_bytes: int, timeout: float) -> None:
+        if self.stage not in (1, 2, 3):
+            raise ValueError(f"stage={self.stage!r} must be 1, 2 or 3; without sharding, set strategy rollplex_ddp")
+        if zero.get("stage", self.stage) != self.stage or zero.get("offload_param"):
+            raise ValueError(
+                f"zero_optimization={zero}: the stage is set by `stage` ({self.stage}), and parameters cannot be "
+                "offloaded (the engine's copy is gathered from them); take these entries out"
+            )
+        if bucket_bytes < 1 or not timeout > 0:
+            raise ValueError(f"gather_bucket_bytes={bucket_bytes} and collective_timeout={timeout} must be above 0")
+
+    # ---- set-up ----
+
+    def setup_environment(self) -> None:
+        """As the parent's, on any device."""
+        DDPStrategy.setup_environment(self)
+
+    def setup_distributed(self) -> None:
+        from deepspeed.accelerator import get_accelerator
+
+        chosen = get_accelerator().device_name()
+        if chosen.split(":")[0] != self.root_device.type:
+            raise ValueError(
+                f"DeepSpeed computes on {chosen} and the trainer on {self.root_device.type}: set the environment "
+                f"variable DS_ACCELERATOR={self.root_device.type}, or trainer.accelerator"
+            )
+        reset_seed()
+        self.set_world_ranks()
+        self._init_deepspeed_distributed()
+
+    def setup(self, trainer: Any) -> None:
+        check_trainer(trainer, self.precision_plugin.precision, self.colocation)
+        module: Any = self.lightning_module
+        check_module(module, self.strategy_name)
+        self.precision_plugin = _Precision("32-true")
+        self.ranks = Ranks.connect(self._timeout)
+        check_same_model(module, self.ranks)
+        executor = self.colocation.executor
+        executor.stops_together = not self.ranks.alone
+        if trainer.training:
+            self._configure(module)
+            super().setup(trainer)
+            self.gradients = ShardedGradients(self.deepspeed_engine, self.ranks)
+            self.states = StateOffload(self.deepspeed_engine, self.stage)
+            if self.stage == 3:
+                executor.lockstep = None if self.ranks.alone else Lockstep(self.ranks)
+                self.replica = Replica(module.actor, self.gather_bucket_bytes)
+                module.actor.before_prefix_backward = self._count_anew
+        else:
+            # Nothing to shard: the rollout engine is all that computes.
+            DDPStrategy.setup(self, trainer)
+        module.place(self.root_device)
+        served, refresh = (None, None) if self.replica is None else (self.replica.model, self._refresh)
+        self.colocation.start(trainer, module.actor, module.processor, self.root_device, served=served, refresh=refresh)
+
+    def _configure(self, module: Any) -> None:
+        """What DeepSpeed must know of the module's settings; its own default would clip at 1."""
+        assert isinstance(self.config, dict)
+        self.config["gradient_clipping"] = module.hparams["max_grad_norm"] or 0.0
+        if module.hparams["dtype"] == "bfloat16":
+            self.config["bf16"] = {"enabled": True, "check_grad_overflow": True}
+
+    def _refresh(self) -> None:
+        assert self.replica is not None
+        self.replica.refresh(self.gathered)
+
+    def _count_anew(self) -> None:
+        """A module's parameters are released when its backward has come as often as its last forward was called.
+        Between a prefix's forward and backward come those of its suffixes, which used the count up: the whole model
+        would stay gathered from one backward to the next.
+        """
+        self.deepspeed_engine.optimizer.parameter_offload.release_backward_leftovers()
+        module: Any = self.lightning_module
+        for part in module.policy.modules():
+            part.ds_grads_remaining = 1
+
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """The model is loaded whole, on the CPU, and sharded by `_setup_model_and_optimizer`."""
+        self._init_config_if_needed()
+        yield
+
+    def _setup_model_and_optimizer(self, model: nn.Module, optimizer: Any, lr_scheduler: Any = None) -> tuple[Any, Any]:
+        import deepspeed
+
+        module: Any = model
+        self._linear = torch.nn.functional.linear
+        if self.stage == 3:
+            PolicyHead.adopt(module.policy.get_output_embeddings())
+            # One parameter after the other goes to the device and is cut there; the engine would move all first.
+            deepspeed.zero.Init(module=module.policy, config_dict_or_path=self.config)
+        engine, sharded, _, _ = deepspeed.initialize(
+            args=argparse.Namespace(device_rank=self.local_rank),
+            config=self.config,
+            model=model,
+            model_parameters=[p for p in model.parameters() if p.requires_grad],
+            optimizer=optimizer,
+            lr_scheduler=lr_scheduler,
+            dist_init_required=False,
+        )
+        return engine, sharded
+
+    @contextmanager
+    def gathered(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+        """A scope in which these parameters are whole on every rank, to be read. A collective under stage 3."""
+        away = [p for p in parameters if getattr(getattr(p, "ds_status", None), "name", "") == "NOT_AVAILABLE"]
+        if not away:
+            yield
+            return
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters(away):
+            yield
+
+    def whole_model(self) -> SplitModel:
+        """The policy with whole weights, as of the last update. Every rank asks: under stage 3 this may gather."""
+        module: Any = self.lightning_module
+        if self.replica is None:
+            return module.actor
+        if self.replica.model.version != module.actor.version or not self.replica.filled:
+            self._refresh()
+        return self.replica.model
+
+    # ---- steps ----
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Not through the engine's forward: a step is many passes of parts of the model, each with its own hooks."""
+        module: Any = self.lightning_module
+        return module.training_step(*args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        module: Any = self.lightning_module
+        return module.validation_step(*args, **kwargs)
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        if isinstance(self.gradients, ShardedGradients) and self.gradients.nothing:
+            closure()
+            self.deepspeed_engine.global_steps += 1  # an update that moves nothing is one
+            return None
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    # ---- checkpoints ----
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """In the shards, which the engine writes."""
+        return {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        target = Path(self.broadcast(str(filepath)))
+        partial = target.with_name(f".{target.name}.partial")
+        if self.is_global_zero:
+            shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed while saving
+            partial.mkdir(parents=True)
+        self.barrier()
+        super().save_checkpoint(checkpoint, str(partial), storage_options)
+        self.barrier()
+        if self.is_global_zero:
+            checkpoints.Mark(self.stage, self.world_size).write(partial)
+            checkpoints.replace_folder(partial, target)
+        self.barrier()
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        path = Path(self.broadcast(str(checkpoint_path)))
+        module: Any = self.lightning_module
+        if isinstance(self.gradients, ShardedGradients):
+            checkpoints.check_mark(path, self.stage, self.world_size)
+            _, state = self.deepspeed_engine.load_checkpoint(
+                str(path), tag=checkpoints.TAG, load_lr_scheduler_states=False
+            )
+            if state is None:
+                raise ValueError(f"ckpt_path={str(path)!r} has no model states, it is incomplete")
+            return state
+        module.load_state_dict(checkpoints.whole_state_dict(path))
+        return checkpoints.client_state(path)
+
+    def teardown(self) -> None:
+        self.colocation.close()
+        if isinstance(self.gradients, ShardedGradients):
+            self.gradients.abandon()
+            self.gradients = WholeGradients()
+        torch.nn.functional.linear = self._linear  # ZeRO-3 replaces it
+        self.replica = self.states = None
+        self.colocation.executor.lockstep = None
+        module: Any = self.lightning_module
+        if hasattr(module, "close_rewards"):
+            module.close_rewards()
+        super().teardown()
+
+
+for _stage in (1, 2, 3):
+    StrategyRegistry.register(
+        f"rollplex_zero{_stage}", RollplexDeepSpeedStrategy, override=True, stage=_stage,
+        description=f"GRPO on several devices, DeepSpeed ZeRO-{_stage}, with a colocated rollout engine on each",
+    )  # fmt: skip

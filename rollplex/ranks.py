@@ -1,0 +1,53 @@
+"""The data-parallel processes of a run, and the small things they tell each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """This process among its data-parallel peers; alone it is `Ranks()`.
+
+    What goes through here is small (flags, lengths, rewards, sums of metrics) and travels over sockets of the CPU in a
+    group of its own, so that it never waits in line with device collectives. Only the Trainer's thread calls it, and
+    every rank makes the same calls in the same order.
+    """
+
+    def __init__(self, rank: int = 0, world: int = 1, group: Any = None) -> None:
+        self.rank, self.world = rank, world
+        self._group = group
+
+    @classmethod
+    def connect(cls, timeout: timedelta | None = None) -> Ranks:
+        """Of the initialised default process group. A collective: every rank calls it."""
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return cls()
+        group = dist.new_group(backend="gloo", timeout=timeout)
+        return cls(dist.get_rank(), dist.get_world_size(), group)
+
+    @property
+    def alone(self) -> bool:
+        return self.world == 1
+
+    def gather(self, thing: T) -> list[T]:
+        """Every rank's `thing`, by rank. What can be pickled can be sent."""
+        if self.alone:
+            return [thing]
+        things: list[Any] = [None] * self.world
+        dist.all_gather_object(things, thing, group=self._group)
+        return things
+
+    def any(self, flag: bool) -> bool:
+        """Whether any rank says so."""
+        return any(self.gather(flag))
+
+    def share(self, rows: Sequence[T]) -> list[T]:
+        """This rank's part of rows that all ranks know: every world-th, so that consecutive parts of them
+        (mini-batches) are shared evenly too."""
+        return list(rows[self.rank :: self.world])

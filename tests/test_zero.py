@@ -1,0 +1,382 @@
+"""DeepSpeed's ZeRO and plain data parallel against the strategy of one device: weights, gradients, checkpoints, rows.
+
+All runs of one world are made by one set of processes (zero_runs.py, zero_cases.py); each test reads one result. The
+reference runs are plain ones, here.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zero_runs as z
+from helpers import relative_error
+from lightning.pytorch import Callback
+from runs import largest_difference, run, same_bits, weights
+from zero_cases import CHECKPOINTED, LOSSES, PAIR, SOLO, STAGES, ZERO
+
+from rollplex import RollplexDeepSpeedStrategy
+from rollplex import deepspeed_checkpoints as checkpoints
+
+pytestmark = [pytest.mark.deepspeed, pytest.mark.distributed]
+pytest.importorskip("deepspeed")
+
+HERE = Path(__file__).resolve().parent
+BAR = 1e-6
+"""Weights after three steps, float32."""
+
+
+class Results:
+    """What the cases of one world came to."""
+
+    def __init__(self, folder: Path, output: str, code: int) -> None:
+        self.folder, self.output, self.code = folder, output, code
+
+    def __getitem__(self, name: str) -> Any:
+        path = self.folder / f"{name}.pt"
+        assert path.exists(), f"no result of {name}, exit code {self.code}\n{self.output[-8000:]}"
+        result = torch.load(path, weights_only=False)
+        assert "error" not in result, result["error"]
+        return result
+
+
+def launch(folder: Path, ranks: int, cases, model: Path, untied: Path) -> Results:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": f"{HERE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+    }
+    arguments = [",".join(cases), str(folder), str(model), str(untied)]
+    done = subprocess.run(
+        [*launcher, str(HERE / "zero_runs.py"), *arguments], env=environment, cwd=HERE.parent, capture_output=True,
+        text=True, timeout=900,
+    )  # fmt: skip
+    return Results(folder, done.stdout + done.stderr, done.returncode)
+
+
+@pytest.fixture(scope="module")
+def untied_folder(tmp_path_factory):
+    """As a model is before training: norm weights are 1."""
+    from rollplex.models.tiny import build_tiny
+
+    return build_tiny(tmp_path_factory.mktemp("models") / "untied", seed=1, tie_word_embeddings=False)
+
+
+@pytest.fixture(scope="module")
+def solo(parity_folder, untied_folder, tmp_path_factory):
+    return launch(tmp_path_factory.mktemp("solo"), 1, SOLO, parity_folder, untied_folder)
+
+
+@pytest.fixture(scope="module")
+def pair(parity_folder, untied_folder, tmp_path_factory):
+    return launch(tmp_path_factory.mktemp("pair"), 2, PAIR, parity_folder, untied_folder)
+
+
+class KeepGradient(Callback):
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        self.gradient = {n: p.grad.clone() for n, p in pl_module.policy.named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def plain(parity_folder, tmp_path_factory):
+    """Weights and metrics of plain runs on one device, by their settings."""
+    known: dict[str, Any] = {}
+
+    def make(task: Any = None, **settings: Any) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
+        key = repr((task and task.samples("train"), sorted(settings.items())))
+        if key not in known:
+            root = tmp_path_factory.mktemp("plain")
+            module = run(parity_folder, root, task=task, callbacks=z.callbacks(), **(z.STEPS | settings))
+            known[key] = weights(module), [out["metrics"] for out in module.seen]
+        return known[key]
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def plain_gradient(parity_folder, tmp_path_factory):
+    keep = KeepGradient()
+    settings = z.STEPS | CHECKPOINTED | {"steps": 1, "max_grad_norm": None}
+    run(parity_folder, tmp_path_factory.mktemp("gradient"), callbacks=[*z.callbacks(), keep], **settings)
+    return keep.gradient
+
+
+def moved(model: dict[str, torch.Tensor], parity_folder) -> float:
+    """How far training went: a bar of 1e-6 says little about weights that stood still."""
+    from rollplex.models.registry import load_hf
+
+    return largest_difference(model, dict(load_hf(str(parity_folder), "float32").named_parameters()))
+
+
+# ---- equal weights, gradients and metrics ----
+
+
+@pytest.mark.parametrize("stage", ZERO)
+def test_one_rank_equals_the_plain_strategy(solo, plain, parity_folder, stage):
+    expected, metrics = plain()
+    result = solo[f"train{stage}"]
+    assert moved(expected, parity_folder) > 30 * BAR
+    assert largest_difference(result["weights"], expected) < BAR
+    for own, other in zip(result["steps"], metrics, strict=True):
+        assert own["loss"] == pytest.approx(other["loss"], abs=1e-6)
+        assert own["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_two_ranks_equal_one(pair, plain, stage):
+    expected, metrics = plain()
+    result = pair[f"train{stage}"]
+    assert largest_difference(result["weights"], expected) < BAR
+    timed = ("time/", "tokens_per", "rollout_tokens", "overlap", "units_", "decode_", "prefix_bytes", "lr")
+    for own, other in zip(result["steps"], metrics, strict=True):
+        assert own.keys() >= {name for name in other if not name.startswith(timed)}
+        for name in other:
+            if not name.startswith(timed):
+                assert own[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6), name
+
+
+@pytest.mark.parametrize("stage", (0, 3))
+@pytest.mark.parametrize("name", LOSSES)
+def test_two_ranks_equal_one_for_every_loss(pair, plain, name, stage):
+    expected, metrics = plain(**LOSSES[name])
+    result = pair[f"{name}{stage}"]
+    assert largest_difference(result["weights"], expected) < BAR
+    assert [m["loss"] for m in result["steps"]] == pytest.approx([m["loss"] for m in metrics], abs=1e-6)
+
+
+@pytest.mark.parametrize("world", ("solo", "pair"))
+@pytest.mark.parametrize("stage", ZERO)
+def test_spl_07_prefix_and_suffix_passes_with_checkpointing_give_the_whole_gradient(
+    request, plain_gradient, world, stage
+):
+    gradient = request.getfixturevalue(world)[f"gradient{stage}"]["gradient"]
+    assert gradient.keys() == plain_gradient.keys()
+    whole, own = (torch.cat([g[n].flatten() for n in sorted(g)]) for g in (plain_gradient, gradient))
+    assert relative_error(own, whole) < 1e-5
+    for name, expected in plain_gradient.items():
+        if expected.norm() > 1e-4 * whole.norm():
+            assert relative_error(gradient[name], expected) < 1e-4, name
+
+
+# ---- ranks with other rows ----
+
+
+@pytest.mark.parametrize("stage", (0, 2, 3))
+@pytest.mark.parametrize("name", (*z.MIXES, "uneven", "odd", "alone"))
+def test_dist_01_dist_05_ranks_with_other_pictures_and_other_numbers_of_passes(pair, plain, name, stage):
+    task, settings = z.mix(name)
+    expected, _ = plain(task, **settings)
+    assert largest_difference(pair[f"{name}{stage}"]["weights"], expected) < BAR
+
+
+@pytest.mark.parametrize("stage", (0, 3))
+def test_dist_09_rows_that_ranks_do_not_divide(pair, parity_folder, tmp_path, stage):
+    result = pair[f"rows{stage}"]
+    for trained in zip(*result["trained"], strict=True):  # a step: the rows of each rank
+        rows = [row for rank in trained for row in rank]
+        assert len(rows) == len(set(rows)) == 4
+    validated = [row for rank in result["validated"] for row in rank]
+    assert sorted(validated) == sorted(2 * [f"validation-{i}" for i in range(5)])
+    assert result["metrics"][0] == result["metrics"][1]
+    seen: dict[str, float] = {}
+
+    class Metrics(Callback):
+        def on_validation_end(self, trainer, pl_module):
+            seen.update({k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("val/")})
+
+    trainer = {
+        "limit_val_batches": 1.0,
+        "num_sanity_val_steps": 0,
+        "val_check_interval": 1,
+        "check_val_every_n_epoch": 1,
+    }
+    settings = z.STEPS | {"steps": 2}
+    strategy = z.callbacks()
+    run(parity_folder, tmp_path, task=z.SevenAndFive(), callbacks=[*strategy, Metrics()], trainer=trainer, **settings)
+    assert result["metrics"][0] == pytest.approx(seen, abs=1e-5)
+
+
+# ---- the engine's weights ----
+
+
+@pytest.mark.parametrize(("world", "threshold"), (("solo", 0), ("solo", 100_000), ("pair", 0)))
+def test_dist_06_after_a_push_the_engine_has_every_tensor_of_the_trainer(request, world, threshold):
+    result = request.getfixturevalue(world)[f"engine_{threshold}"]
+    assert result["compared"] > 200 and result["unequal"] == []
+    assert 0 < result["peak"] < result["whole"] / 4  # in buckets
+
+
+# ---- checkpoints ----
+
+
+@pytest.mark.parametrize(("world", "stage"), [("solo", 1), ("solo", 2), ("solo", 3), ("pair", 2), ("pair", 3)])
+def test_ckpt_02_a_resumed_run_is_the_uninterrupted_one(request, world, stage):
+    result = request.getfixturevalue(world)[f"resume{stage}"]
+    straight, resumed = result["straight"], result["resumed"]
+    assert same_bits(straight["weights"], resumed["weights"])
+    assert resumed["rates"] == straight["rates"][3:] and len(set(straight["rates"])) == 6
+    assert [m["loss"] for m in resumed["steps"]] == [m["loss"] for m in straight["steps"]][3:]
+    assert [m["reward"] for m in resumed["steps"]] == [m["reward"] for m in straight["steps"]][3:]
+    assert resumed["global_step"] == straight["global_step"] == 6
+    assert resumed["engine_steps"] == 6 and result["leftover"] == []
+
+
+def test_ckpt_08_one_global_step_per_optimizer_update(solo, plain):
+    result = solo["parts"]
+    assert result["global_step"] == result["engine_steps"] == result["scheduler_steps"] == 8
+    assert [m["updates"] for m in result["steps"]] == [4.0, 8.0]
+    expected, _ = plain(num_mini_batches=2, num_iterations=2, steps=2)
+    assert largest_difference(result["weights"], expected) < BAR
+
+
+def test_a_checkpoint_of_another_stage_or_number_of_ranks_is_refused(solo, tmp_path):
+    assert "was written by rollplex_zero2, and this run's stage is 1" in solo["stage"]["message"]
+    checkpoints.Mark(stage=2, ranks=2).write(tmp_path)
+    with pytest.raises(ValueError, match="has the shards of 2 ranks, and this run has 1"):
+        checkpoints.check_mark(tmp_path, stage=2, ranks=1)
+    (tmp_path / "plain.ckpt").write_text("")
+    with pytest.raises(ValueError, match="is a file, a checkpoint of strategy rollplex"):
+        checkpoints.check_mark(tmp_path / "plain.ckpt", stage=2, ranks=1)
+    (tmp_path / "half").mkdir()
+    with pytest.raises(ValueError, match="is no checkpoint of a rollplex_zero strategy"):
+        checkpoints.check_mark(tmp_path / "half", stage=2, ranks=1)
+
+
+@pytest.mark.parametrize(("world", "name"), [("solo", "export2"), ("pair", "export3"), ("pair", "export3_untied")])
+def test_ckpt_06_exports_load_with_plain_transformers(request, world, name, tiny_processor):
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    result = request.getfixturevalue(world)[name]
+    for folder in result["folders"]:
+        model, info = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
+        assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+        assert same_bits({n: p.detach() for n, p in model.named_parameters()}, result["weights"])
+        assert (Path(folder) / "generation_config.json").exists()
+        AutoProcessor.from_pretrained(folder)
+
+
+# ---- states ----
+
+
+@pytest.mark.parametrize("stage", (1, 2))
+def test_dist_07_offload_and_reload_change_nothing(solo, stage):
+    result = solo[f"offload{stage}"]
+    assert result["same"] and same_bits(result["with"], result["without"])
+    first, _, _, *later = result["bytes"]
+    assert first["masters"] > 0 and first["optimizer_moments"] == 0  # nothing is learnt yet
+    assert later[0]["optimizer_moments"] == 2 * first["masters"]
+    for present, gone, again in zip(*[iter(result["bytes"])] * 3, strict=True):
+        assert gone["masters"] == gone["optimizer_moments"] == 0 and gone["parameters"] == present["parameters"]
+        assert {k: again[k] for k in ("masters", "optimizer_moments", "parameters")} == {
+            k: present[k] for k in ("masters", "optimizer_moments", "parameters")
+        }
+
+
+@pytest.mark.parametrize("stage", ZERO)
+def test_sync_08_masters_of_a_bfloat16_model_move(solo, stage):
+    result = solo[f"masters{stage}"]
+    assert set(result["dtypes"]) == {"torch.float32"}
+    before, after = result["before"], result["after"]
+    norms = [name for name in before if "norm" in name and name.endswith("weight")]
+    assert norms
+    for name in before:
+        assert after[name].dtype == torch.bfloat16
+        step = (before[name].float() - after[name].float()).abs()
+        # bfloat16 rounds by at most 1/512 of a number.
+        assert ((step - 1e-2).abs() <= 1e-4 + before[name].float().abs() / 256).all(), name
+    for name in norms:
+        assert (before[name] == 1).all() and (after[name] < 1).all(), name
+
+
+# ---- settings ----
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"stage": 0}, "stage=0 must be 1, 2 or 3; without sharding, set strategy rollplex_ddp"),
+        ({"stage": 2, "zero_optimization": {"stage": 3}}, "the stage is set by `stage`"),
+        ({"stage": 3, "zero_optimization": {"offload_param": {"device": "cpu"}}}, "parameters cannot be offloaded"),
+        ({"gather_bucket_bytes": 0}, "gather_bucket_bytes=0"),
+        ({"admission": "sometimes"}, "admission='sometimes' is unknown"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        RollplexDeepSpeedStrategy(**settings)
+
+
+@pytest.mark.parametrize(
+    ("stage", "names", "message"),
+    [
+        (2, ["parameters"], "parameters cannot leave the device"),
+        (2, ["moments"], "moments is unknown; states are optimizer_moments, masters"),
+        (2, ["gradients"], "gradients are freed after each update"),
+        (3, ["masters"], "ZeRO-3 moves masters of DeepSpeed's FusedAdam only, and the optimizer is AdamW"),
+    ],
+)
+def test_states_that_cannot_be_offloaded_are_refused(stage, names, message):
+    from types import SimpleNamespace
+
+    from rollplex.deepspeed_offload import StateOffload
+
+    engine = SimpleNamespace(
+        optimizer=SimpleNamespace(optimizer=torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))]))
+    )
+    with pytest.raises(ValueError, match=message):
+        StateOffload(engine, stage).offload(names)
+
+
+CONFIGS = HERE.parent / "configs"
+
+
+def test_digits_config_is_that_of_one_device_with_zero(capsys):
+    """Nothing but strategy, devices and folders differ, and it parses."""
+    import yaml
+
+    from rollplex.cli import main
+
+    theirs, ours = (
+        yaml.safe_load((CONFIGS / name).read_text().replace("runs/digits-zero2", "runs/digits"))
+        for name in ("digits_cpu.yaml", "digits_zero2_cpu.yaml")
+    )
+    assert ours["trainer"].pop("devices") == 1
+    strategy = ours["trainer"].pop("strategy")
+    assert strategy["class_path"] == "rollplex.RollplexDeepSpeedStrategy" and strategy["init_args"].pop("stage") == 2
+    assert strategy["init_args"] == theirs["trainer"].pop("strategy")["init_args"]
+    assert ours == theirs
+    with pytest.raises(SystemExit) as end:
+        main(["fit", "--config", str(CONFIGS / "digits_zero2_cpu.yaml"), "--print_config"])
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert end.value.code == 0 and printed["trainer"]["strategy"]["init_args"]["gather_bucket_bytes"] == 512 * 1024**2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", (1, 2))
+def test_digits_config_runs_resumes_and_is_evaluated(tmp_path, ranks):
+    """By the command alone: Lightning starts the second process."""
+    from rollplex.models.tiny import build_tiny
+
+    build_tiny(tmp_path / "models" / "tiny-digits")
+    rollplex = Path(sys.executable).with_name("rollplex")
+    config = ["--config", str(CONFIGS / "digits_zero2_cpu.yaml"), "--trainer.devices", str(ranks)]
+    checkpoint = ["--ckpt_path", "last"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    short = ["--trainer.val_check_interval", "2", "--trainer.limit_val_batches", "1"]
+    for command in (
+        ["fit", *config, *short, "--trainer.max_steps", "2"],
+        ["fit", *config, *short, *checkpoint, "--trainer.max_steps", "3"],
+        ["validate", *config, *checkpoint],
+        ["predict", *config, *checkpoint, "--trainer.limit_predict_batches", "1"],
+    ):
+        done = subprocess.run(
+            [rollplex, *command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400
+        )
+        assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    (written,) = tmp_path.rglob("predictions.jsonl")
+    assert len(written.read_text().splitlines()) == 320

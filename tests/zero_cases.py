@@ -1,0 +1,72 @@
+"""The cases of zero_runs.py, by name; test_zero.py reads what came of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import zero_runs as z
+
+Case = Callable[..., Any]
+
+LOSSES = {
+    "dapo": {}, "bnpo": {"loss_type": "bnpo", "num_mini_batches": 2}, "grpo": {"loss_type": "grpo"},
+    "dr_grpo": {"loss_type": "dr_grpo", "scale_rewards": "batch"}, "dapo_parts": {"num_mini_batches": 2, "num_iterations": 2},
+    "reference": {"beta": 0.04}, "unshared": {"share_prefix": False},
+}  # fmt: skip
+"""Settings under which two ranks must equal one."""
+
+
+def case(run: Callable[..., Any], *args: Any, **settings: Any) -> Case:
+    """From zero_runs' arguments to the run's (model, root, ...)."""
+
+    def call(*, model: str, untied: str, root: Path, folder: Path) -> Any:
+        return run(model, root, *args, **settings)
+
+    return call
+
+
+def untied(run: Callable[..., Any], *args: Any) -> Case:
+    def call(*, model: str, untied: str, root: Path, folder: Path) -> Any:
+        return run(untied, root, *args)
+
+    return call
+
+
+def of_another(name: str, stage: int) -> Case:
+    """Continue from the checkpoint that the case `name` saved, under another stage."""
+
+    def call(*, model: str, untied: str, root: Path, folder: Path) -> Any:
+        return z.refused(model, root, stage, str(folder / "runs" / name / "half.ckpt"))
+
+    return call
+
+
+CHECKPOINTED = {"prefix_checkpointing": True, "suffix_checkpointing": True, "responses_per_pass": 2}
+STAGES = (0, 1, 2, 3)
+ZERO = (1, 2, 3)
+
+SOLO: dict[str, Case] = {
+    **{f"train{s}": case(z.train, s) for s in ZERO},
+    **{f"gradient{s}": case(z.gradient, s, **CHECKPOINTED) for s in ZERO},
+    **{f"resume{s}": case(z.resume, s) for s in ZERO},
+    "parts": case(z.train, 2, num_mini_batches=2, num_iterations=2, steps=2),
+    "stage": of_another("resume2", 1),
+    **{f"engine_{t}": case(z.engine_weights, t) for t in (0, 100_000)},
+    **{f"offload{s}": case(z.offload, s) for s in (1, 2)},
+    **{f"masters{s}": untied(z.masters, s) for s in ZERO},
+    "export2": case(z.export, 2),
+}
+PAIR: dict[str, Case] = {
+    **{f"train{s}": case(z.train, s) for s in STAGES},
+    **{f"gradient{s}": case(z.gradient, s, **CHECKPOINTED) for s in ZERO},
+    **{f"{name}{s}": case(z.train, s, **settings) for name, settings in LOSSES.items() for s in (0, 3)},
+    **{f"{name}{s}": case(z.mixed, s, name) for name in (*z.MIXES, "uneven", "odd", "alone") for s in (0, 2, 3)},
+    **{f"rows{s}": case(z.uneven_rows, s) for s in (0, 3)},
+    **{f"resume{s}": case(z.resume, s) for s in (2, 3)},
+    "engine_0": case(z.engine_weights, 0),
+    "export3": case(z.export, 3),
+    "export3_untied": untied(z.export, 3),
+}
+CASES = {1: SOLO, 2: PAIR}[z.WORLD] if z.WORLD in (1, 2) else {}

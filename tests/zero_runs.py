@@ -1,0 +1,372 @@
+"""Runs over one or several ranks, started by torchrun from test_zero.py: all cases of a world in one set of processes.
+
+Rank 0 writes one file per case, whatever came of it. A case that does not end in time ends the process.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback
+from runs import PictureTask, run
+
+from rollplex import GRPOModule, RollplexDDPStrategy, RollplexDeepSpeedStrategy, Sample
+from rollplex.callbacks import GroupStreaming, PrefixOverlap
+from rollplex.phases import Phase, PhaseCallback
+from rollplex.ranks import Ranks
+
+LIMIT = 90
+"""Seconds a case may take; a hang is a failure."""
+
+RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+STEPS = dict(steps=3, learning_rate=2e-5, adam_beta2=0.99, batch_size=4)
+
+
+def callbacks() -> list[Any]:
+    return [PrefixOverlap(), GroupStreaming(deterministic=True)]
+
+
+def strategy(stage: int, **settings: Any) -> Any:
+    """0 is data parallel without shards."""
+    settings = {"admission": "always", "collective_timeout": LIMIT} | settings
+    return RollplexDeepSpeedStrategy(stage, **settings) if stage else RollplexDDPStrategy(**settings)
+
+
+class Keep(Callback):
+    """What a run came to: the whole weights at its end, metrics and learning rate of each step."""
+
+    def __init__(self) -> None:
+        self.result: dict[str, Any] = {"steps": [], "rates": []}
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.result["steps"].append(outputs["metrics"] if outputs else None)
+        self.result["rates"].append(trainer.strategy.optimizers[0].param_groups[0]["lr"])
+
+    def on_train_end(self, trainer, pl_module):
+        whole = trainer.strategy.whole_model()
+        self.result["weights"] = {n: p.detach().clone() for n, p in whole.hf.named_parameters()}
+        self.result["global_step"] = trainer.global_step
+        engine = getattr(trainer.strategy, "deepspeed_engine", None)
+        if trainer.strategy.strategy_name == "rollplex_zero":
+            self.result["engine_steps"] = engine.global_steps
+        self.result["scheduler_steps"] = trainer.lr_scheduler_configs[0].scheduler.last_epoch
+
+
+def train(
+    model: str, root: Path, stage: int, *, extra=(), zero: dict[str, Any] | None = None, trainer=None, **settings
+):
+    """A run; returns what `Keep` kept."""
+    keep = Keep()
+    made = strategy(stage, **(zero or {}))
+    options = {"strategy": made, "devices": WORLD} | (trainer or {})
+    run(model, root, trainer=options, callbacks=[*callbacks(), *extra, keep], **(STEPS | settings))
+    return keep.result
+
+
+# ---- gradients ----
+
+
+class KeepGradient(Callback):
+    """Of the first update, summed over ranks and rescaled."""
+
+    def __init__(self) -> None:
+        self.gradient: dict[str, torch.Tensor] = {}
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        if self.gradient:
+            return
+        from deepspeed.utils import safe_get_full_grad
+
+        self.gradient = {n: safe_get_full_grad(p).clone() for n, p in pl_module.policy.named_parameters()}
+
+
+def gradient(model: str, root: Path, stage: int, **settings: Any) -> dict[str, Any]:
+    keep = KeepGradient()
+    train(model, root, stage, extra=[keep], **({"steps": 1, "max_grad_norm": None} | settings))
+    return {"gradient": keep.gradient}
+
+
+# ---- engine weights ----
+
+
+class CompareEngine(PhaseCallback):
+    """After each weight push: every tensor that the engine decodes with against the trainer's gathered one."""
+
+    def __init__(self) -> None:
+        self.unequal: list[str] = []
+        self.compared = 0
+        self.peak = 0
+
+    def on_weights_published(self, trainer, version):
+        actor = trainer.lightning_module.actor
+        engine = dict(trainer.strategy.colocation.engine._model.hf.named_parameters(remove_duplicate=False))
+        for name, p in actor.hf.named_parameters(remove_duplicate=False):
+            with trainer.strategy.gathered([p]):
+                whole = p.detach().clone()
+            self.compared += 1
+            if engine[name].shape != whole.shape or not torch.equal(engine[name], whole):
+                self.unequal.append(name)
+        self.peak = trainer.strategy.replica.peak_bytes
+        self.whole = trainer.strategy.replica.nbytes
+
+
+def engine_weights(model: str, root: Path, threshold: int) -> dict[str, Any]:
+    compare = CompareEngine()
+    zero = {"gather_bucket_bytes": 100_000, "zero_optimization": {"stage3_param_persistence_threshold": threshold}}
+    train(model, root, 3, extra=[compare], zero=zero)
+    return {"unequal": compare.unequal, "compared": compare.compared, "peak": compare.peak, "whole": compare.whole}
+
+
+# ---- checkpoints ----
+
+
+class SaveAt(Callback):
+    def __init__(self, step: int, path: Path) -> None:
+        self.step, self.path = step, path
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if pl_module.rollouts_done == self.step:
+            trainer.save_checkpoint(self.path)
+
+
+def resume(model: str, root: Path, stage: int, **settings: Any) -> dict[str, Any]:
+    """6 steps straight, saving after 3; and 3 more from there."""
+    path = root / "half.ckpt"
+    warm = dict(lr_scheduler_type="linear", warmup_steps=5, lr_decay_steps=10) | settings
+    straight = train(model, root, stage, extra=[SaveAt(3, path)], **(warm | {"steps": 6}))
+    resumed = train(model, root, stage, ckpt_path=str(path), **(warm | {"steps": 6}))
+    files = sorted(p.name for p in root.iterdir() if p.name.startswith(".")) if RANK == 0 else []
+    return {"straight": straight, "resumed": resumed, "leftover": files}
+
+
+def refused(model: str, root: Path, stage: int, path: str) -> dict[str, Any]:
+    try:
+        train(model, root, stage, ckpt_path=path)
+    except ValueError as error:
+        return {"message": str(error)}
+    return {"message": ""}
+
+
+def export(model: str, root: Path, stage: int) -> dict[str, Any]:
+    """The folder that ExportModel writes, and the one from the checkpoint."""
+    from rollplex.callbacks import ExportModel
+    from rollplex.export import export_checkpoint
+
+    out, path = root / "export", root / "end.ckpt"
+    kept = train(model, root, stage, extra=[ExportModel(str(out)), SaveAt(3, path)])
+    if RANK == 0:
+        export_checkpoint(path, root / "from_checkpoint")
+    return {"folders": [str(out), str(root / "from_checkpoint")], "weights": kept["weights"]}
+
+
+# ---- offload ----
+
+
+class Offload(PhaseCallback):
+    """Optimizer moments and masters are away from the start of a rollout to the update."""
+
+    def __init__(self) -> None:
+        self.same = True
+        self.bytes: list[dict[str, int]] = []
+
+    def on_phase_start(self, trainer, phase):
+        states = trainer.strategy.states
+        if phase is Phase.ROLLOUT:
+            self.before = _sharded(states)
+            self.bytes.append(states.bytes())
+            states.offload(["optimizer_moments", "masters"])
+            self.bytes.append(states.bytes())
+        elif phase is Phase.UPDATE:
+            states.reload()
+            after = _sharded(states)
+            self.same &= len(after) == len(self.before) and all(map(torch.equal, after, self.before))
+            self.bytes.append(states.bytes())
+
+
+def _sharded(states) -> list[torch.Tensor]:
+    optimizer = states.engine.optimizer
+    moments = [t for s in optimizer.optimizer.state.values() for t in s.values() if torch.is_tensor(t)]
+    return [
+        t.detach().clone() for t in [*optimizer.single_partition_of_fp32_groups, *optimizer.bit16_groups_flat, *moments]
+    ]
+
+
+def offload(model: str, root: Path, stage: int) -> dict[str, Any]:
+    with_it, without = Offload(), {}
+    without = train(model, root, stage, weight_decay=0.1)
+    kept = train(model, root, stage, weight_decay=0.1, extra=[with_it])
+    return {"with": kept["weights"], "without": without["weights"], "same": with_it.same, "bytes": with_it.bytes}
+
+
+# ---- masters ----
+
+
+class ConstantGradient(GRPOModule):
+    """200 updates with a gradient of one everywhere, instead of a rollout."""
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        for _ in range(200):
+            self.gradient_update.begin()
+            for p in self.policy.parameters():
+                shape, held = getattr(p, "ds_shape", p.shape), p.data
+                p.data = held.new_zeros(()).expand(shape)
+                p.grad = held.new_ones(shape)
+                p.data = held
+            self.gradient_update.finish(self.policy.parameters(), 1.0, None)
+            optimizer.step()
+            self.gradient_update.norm()
+        self.actor.version += 1
+
+
+def masters(model: str, root: Path, stage: int) -> dict[str, Any]:
+    from rollplex.models.registry import load_hf
+
+    keep = Keep()
+    options = {"strategy": strategy(stage), "devices": WORLD, "max_steps": 200}
+    kept: dict[str, Any] = {}
+
+    class Read(Callback):
+        def on_train_end(self, trainer, pl_module):
+            optimizer = trainer.strategy.deepspeed_engine.optimizer
+            name = "fp32_partitioned_groups_flat" if stage == 3 else "single_partition_of_fp32_groups"
+            kept["dtypes"] = [str(t.dtype) for t in getattr(optimizer, name)]
+
+    run(
+        model, root, trainer=options, callbacks=[Read(), keep], cls=ConstantGradient, learning_rate=5e-5,
+        dtype="bfloat16", max_grad_norm=None, batch_size=4, steps=200,
+    )  # fmt: skip
+    before = {n: p.detach() for n, p in load_hf(model, "bfloat16").named_parameters()}
+    return kept | {"before": before, "after": keep.result["weights"]}
+
+
+# ---- rows of the public reports ----
+
+
+class SizesTask(PictureTask):
+    """The row at place k of a batch has the pictures sizes[k % len(sizes)]: rank r of two gets places r, r + 2, ...
+
+    `runs.run` shuffles rows with seed 3; this undoes it for the first epoch.
+    """
+
+    def __init__(self, sizes: Sequence[Sequence[tuple[int, int]]], rows: int) -> None:
+        super().__init__(rows=rows)
+        self.sizes = sizes
+
+    def samples(self, split: str) -> list[Sample]:
+        place = {int(row): k for k, row in enumerate(np.random.default_rng([3, 0]).permutation(self.rows))}
+        sizes = [list(self.sizes[place[i] % len(self.sizes)]) for i in range(self.rows)]
+        return [Sample(f"{split}-{i}", {"sizes": sizes[i], "number": i}) for i in range(self.rows)]
+
+
+ONE, TWO, THREE = [(56, 56)], [(56, 56), (84, 56)], [(56, 56), (84, 56), (56, 84)]
+MIXES = {
+    "text_image": ([], ONE), "image_text": (ONE, []), "text_text": ([], []), "one_three": (ONE, THREE),
+}  # fmt: skip
+"""DIST-01: pictures on rank 0, on rank 1."""
+
+UNEVEN = (ONE, ONE, ONE, [(84, 56)], ONE, [(140, 28)])
+"""DIST-05: with prompts that share a pass, rank 0 has one bundle of three prompts and rank 1 three of one."""
+
+
+def mix(name: str) -> tuple[PictureTask, dict[str, Any]]:
+    """A task and the settings it is run with."""
+    if name == "uneven":
+        return SizesTask(UNEVEN, 18), dict(batch_size=6, prompts_per_pass=4)
+    if name == "odd":  # three groups: two on rank 0, one on rank 1
+        return SizesTask((ONE, [], TWO), 9), dict(batch_size=3)
+    if name == "alone":  # rank 1 has nothing at all
+        return SizesTask((ONE,), 8), dict(batch_size=1)
+    return SizesTask(MIXES[name], 8), dict(batch_size=2)
+
+
+def mixed(model: str, root: Path, stage: int, name: str) -> dict[str, Any]:
+    task, settings = mix(name)
+    return train(model, root, stage, task=task, **settings)
+
+
+class Rows(Callback):
+    """Rows that training and validation had, on this rank."""
+
+    def __init__(self) -> None:
+        self.trained: list[list[str]] = []
+        self.validated: list[str] = []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.trained.append([p.sample.id for p in batch])
+
+    def on_validation_batch_end(self, trainer, pl_module, outputs, batch, batch_idx, dataloader_idx=0):
+        self.validated += [g.prompt.sample.id for g in outputs]
+
+
+class SevenAndFive(PictureTask):
+    def samples(self, split: str) -> list[Sample]:
+        return super().samples(split)[: 7 if split == "train" else 5]
+
+
+def uneven_rows(model: str, root: Path, stage: int) -> dict[str, Any]:
+    """DIST-09: 7 rows to train on, 5 to validate, batches of 4."""
+    rows = Rows()
+    seen: dict[str, float] = {}
+
+    class Metrics(Callback):
+        def on_validation_end(self, trainer, pl_module):
+            seen.update({k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("val/")})
+
+    trainer = {
+        "limit_val_batches": 1.0,
+        "num_sanity_val_steps": 0,
+        "val_check_interval": 1,
+        "check_val_every_n_epoch": 1,
+    }
+    kept = train(model, root, stage, extra=[rows, Metrics()], task=SevenAndFive(), trainer=trainer, **{"steps": 2})
+    ranks = Ranks.connect()
+    return {
+        "trained": ranks.gather(rows.trained), "validated": ranks.gather(rows.validated), "metrics": ranks.gather(seen),
+        "steps": kept["steps"],
+    }  # fmt: skip
+
+
+def write(folder: Path, name: str, result: Any) -> None:
+    if RANK == 0:
+        torch.save(result, folder / f"{name}.partial")
+        (folder / f"{name}.partial").rename(folder / f"{name}.pt")
+
+
+def build_operator() -> None:
+    """DeepSpeed compiles it at its first use on a machine, and locks out the other ranks meanwhile."""
+    from deepspeed.comm.torch import build_shm_op
+
+    build_shm_op()
+
+
+def main(cases: str, folder: str, model: str, untied: str) -> None:
+    from zero_cases import CASES
+
+    torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(400, exit=True)
+    build_operator()
+    for name in cases.split(","):
+        root = Path(folder) / "runs" / name
+        faulthandler.dump_traceback_later(LIMIT, exit=True)
+        print(f"case {name}", flush=True)
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            result = CASES[name](model=model, untied=untied, root=root, folder=Path(folder))
+        except BaseException:
+            result = {"error": traceback.format_exc()}
+            print(result["error"], flush=True)
+        faulthandler.cancel_dump_traceback_later()
+        write(Path(folder), name, result)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
