@@ -209,6 +209,8 @@ def test_dist_06_after_a_push_the_engine_has_every_tensor_of_the_trainer(request
     result = request.getfixturevalue(world)[f"engine_{threshold}"]
     assert result["compared"] > 200 and result["unequal"] == []
     assert 0 < result["peak"] < result["whole"] / 4  # in buckets
+    if threshold == 0:  # nothing may stay gathered: units leave little behind
+        assert 0 < result["resident"] < result["whole"] / 3
 
 
 # ---- checkpoints ----
@@ -219,7 +221,8 @@ def test_ckpt_02_a_resumed_run_is_the_uninterrupted_one(request, world, stage):
     result = request.getfixturevalue(world)[f"resume{stage}"]
     straight, resumed = result["straight"], result["resumed"]
     assert same_bits(straight["weights"], resumed["weights"])
-    assert resumed["rates"] == straight["rates"][3:] and len(set(straight["rates"])) == 6
+    assert resumed["rates"] == straight["rates"][3:]
+    assert straight["rates"][:5] == sorted(set(straight["rates"][:5])) and straight["rates"][5] < straight["rates"][4]
     assert [m["loss"] for m in resumed["steps"]] == [m["loss"] for m in straight["steps"]][3:]
     assert [m["reward"] for m in resumed["steps"]] == [m["reward"] for m in straight["steps"]][3:]
     assert resumed["global_step"] == straight["global_step"] == 6

@@ -22,6 +22,7 @@ from rollplex import GRPOModule, RollplexDDPStrategy, RollplexDeepSpeedStrategy,
 from rollplex.callbacks import GroupStreaming, PrefixOverlap
 from rollplex.phases import Phase, PhaseCallback
 from rollplex.ranks import Ranks
+from rollplex.units import UnitKind
 
 LIMIT = 90
 """Seconds a case may take; a hang is a failure."""
@@ -102,8 +103,12 @@ class CompareEngine(PhaseCallback):
 
     def __init__(self) -> None:
         self.unequal: list[str] = []
-        self.compared = 0
-        self.peak = 0
+        self.compared = self.peak = self.whole = self.resident = 0
+
+    def on_unit_end(self, trainer, unit):
+        if unit.kind is UnitKind.ACT_BACKWARD:
+            here = [p for p in trainer.lightning_module.policy.parameters() if p.ds_status.name == "AVAILABLE"]
+            self.resident = max(self.resident, sum(p.ds_numel * p.element_size() for p in here))
 
     def on_weights_published(self, trainer, version):
         actor = trainer.lightning_module.actor
@@ -122,7 +127,7 @@ def engine_weights(model: str, root: Path, threshold: int) -> dict[str, Any]:
     compare = CompareEngine()
     zero = {"gather_bucket_bytes": 100_000, "zero_optimization": {"stage3_param_persistence_threshold": threshold}}
     train(model, root, 3, extra=[compare], zero=zero)
-    return {"unequal": compare.unequal, "compared": compare.compared, "peak": compare.peak, "whole": compare.whole}
+    return {name: getattr(compare, name) for name in ("unequal", "compared", "peak", "whole", "resident")}
 
 
 # ---- checkpoints ----
