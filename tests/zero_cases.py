@@ -64,9 +64,18 @@ PAIR: dict[str, Case] = {
     **{f"{name}{s}": case(z.train, s, **settings) for name, settings in LOSSES.items() for s in (0, 3)},
     **{f"{name}{s}": case(z.mixed, s, name) for name in (*z.MIXES, "uneven", "odd", "alone") for s in (0, 2, 3)},
     **{f"rows{s}": case(z.uneven_rows, s) for s in (0, 3)},
-    **{f"resume{s}": case(z.resume, s) for s in (2, 3)},
+    **{f"resume{s}": case(z.resume, s) for s in (0, 2, 3)},
     "engine_0": case(z.engine_weights, 0),
     "export3": case(z.export, 3),
     "export3_untied": untied(z.export, 3),
 }
+QUICK = {
+    "solo": {"train1", "train2", "train3", "gradient3", "resume2", "stage", "parts", "offload2", "masters3"},
+    "pair": {
+        "train0", "train2", "train3", "gradient3", "dapo_parts3", "text_image3", "uneven3", "alone3", "rows3", "resume0", "resume3",
+        "engine_0", "export3",
+    },
+}  # fmt: skip
+"""World -> what the default tests read; the rest is read by slow ones."""
+
 CASES = {1: SOLO, 2: PAIR}[z.WORLD] if z.WORLD in (1, 2) else {}

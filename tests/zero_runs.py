@@ -290,7 +290,9 @@ def mix(name: str) -> tuple[PictureTask, dict[str, Any]]:
         return SizesTask((ONE, [], TWO), 9), dict(batch_size=3)
     if name == "alone":  # rank 1 has nothing at all
         return SizesTask((ONE,), 8), dict(batch_size=1)
-    return SizesTask(MIXES[name], 8), dict(batch_size=2)
+    # With seed 7 a draw of one_three falls within rounding of the border between two tokens, and another place of the
+    # weights in memory (DeepSpeed's flat buffer) gives the other one.
+    return SizesTask(MIXES[name], 8), dict(batch_size=2, seed=8)
 
 
 def mixed(model: str, root: Path, stage: int, name: str) -> dict[str, Any]:
