@@ -23,7 +23,16 @@ class RollplexDDPStrategy(DDPStrategy):
     are summed over ranks once per update, in flat buckets.
 
     Args:
-        engine: As for `RollplexStrategy`, on each rank; so are the settings up to rollout_timeout.
+        engine: What generates on each rank; None is `TorchEngine`.
+        threads: CPU threads of a lane that runs alone; None is torch's number.
+        rollout_threads: CPU threads of the rollout lane while both lanes work; None is half of `threads`.
+        train_threads: CPU threads of the train lane meanwhile; None is the rest.
+        pin_cores: While both lanes work, keep each to cores of its own. For one rank per machine.
+        train_sms: CUDA multiprocessors of the train lane meanwhile (a green context); None is all.
+        prefix_budget_bytes: Most bytes of prefix state a rank holds at once in the decode window; None is no limit.
+        admission: "measure" declines overlap that does not pay, found by measuring; "always" admits what fits.
+        rollout_timeout: Seconds without any sign of the engine after which a rollout counts as stalled and the run
+            ends with an error; None waits forever.
         collective_timeout: Seconds after which a collective that some rank does not come to is an error.
         process_group_backend: None is NCCL on CUDA, gloo on a CPU.
     """

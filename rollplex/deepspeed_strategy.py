@@ -51,8 +51,16 @@ class RollplexDeepSpeedStrategy(DeepSpeedStrategy):
 
     Args:
         stage: 1 shards the optimizer, 2 gradients as well, 3 parameters too. Without sharding: `rollplex_ddp`.
-        engine, threads, rollout_threads, train_threads, pin_cores, train_sms, prefix_budget_bytes, admission,
-            rollout_timeout: As for `RollplexStrategy`, on each rank.
+        engine: What generates on each rank; None is `TorchEngine`.
+        threads: CPU threads of a lane that runs alone; None is torch's number.
+        rollout_threads: CPU threads of the rollout lane while both lanes work; None is half of `threads`.
+        train_threads: CPU threads of the train lane meanwhile; None is the rest.
+        pin_cores: While both lanes work, keep each to cores of its own. For one rank per machine.
+        train_sms: CUDA multiprocessors of the train lane meanwhile (a green context); None is all.
+        prefix_budget_bytes: Most bytes of prefix state a rank holds at once in the decode window; None is no limit.
+        admission: "measure" declines overlap that does not pay, found by measuring; "always" admits what fits.
+        rollout_timeout: Seconds without any sign of the engine after which a rollout counts as stalled and the run
+            ends with an error; None waits forever.
         gather_bucket_bytes: Most bytes of parameters gathered at once for the engine's copy (stage 3).
         zero_optimization: More entries of DeepSpeed's section of that name.
         collective_timeout: Seconds after which a collective that some rank does not come to is an error.
