@@ -3,6 +3,8 @@
 from rollplex.callbacks.export_model import ExportModel
 from rollplex.callbacks.graceful_stop import GracefulStop
 from rollplex.callbacks.group_streaming import GroupStreaming
+from rollplex.callbacks.memory_report import MemoryReport
+from rollplex.callbacks.phase_offload import PhaseOffload
 from rollplex.callbacks.prediction_writer import PredictionWriter
 from rollplex.callbacks.prefill_reuse import PrefillReuse
 from rollplex.callbacks.prefix_overlap import PrefixOverlap
@@ -15,6 +17,8 @@ __all__ = [
     "ExportModel",
     "GracefulStop",
     "GroupStreaming",
+    "MemoryReport",
+    "PhaseOffload",
     "PhaseProgressBar",
     "PredictionWriter",
     "PrefillReuse",

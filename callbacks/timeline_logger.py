@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import deque
 from pathlib import Path
 from typing import Any
 
 from rollplex.callbacks.files import free_path, write_whole
 from rollplex.phases import PhaseCallback
+from rollplex.timeline import GROUPS
 
 
 class TimelineLogger(PhaseCallback):
@@ -28,6 +30,10 @@ class TimelineLogger(PhaseCallback):
         self.keep = keep
         self.dirpath = dirpath
         self._written: deque[Path] = deque()
+
+    def on_group_finished(self, trainer: Any, group: int) -> None:
+        now = time.perf_counter()
+        trainer.strategy.colocation.timeline.add(GROUPS, str(group), now, now)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         step = pl_module.rollouts_done

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 WEIGHT = 0.2
@@ -75,11 +76,17 @@ class Admission:
     Args:
         budget_bytes: Most bytes of prefix state (boundary tensors and saved activations) held at once; None is no
             limit.
+        limit_bytes: Most bytes of all states on the device at once, by the memory ledger; None is no limit.
         measure: Decide from measurements whether co-running pays; False always admits what fits.
         probe_every: Run one step in this many without overlap, to measure.
     """
 
-    def __init__(self, budget_bytes: int | None = None, *, measure: bool = True, probe_every: int = 50) -> None:
+    def __init__(
+        self, budget_bytes: int | None = None, *, limit_bytes: int | None = None, measure: bool = True,
+        probe_every: int = 50,
+    ) -> None:  # fmt: skip
+        if limit_bytes is not None and not (isinstance(limit_bytes, int) and limit_bytes >= 1):
+            raise ValueError(f"memory_limit_bytes={limit_bytes!r} must be a whole number above 0, or null for no limit")
         if budget_bytes is not None and not (isinstance(budget_bytes, int) and budget_bytes >= 1):
             raise ValueError(
                 f"prefix_budget_bytes={budget_bytes!r} must be a whole number above 0, or null for no limit"
@@ -87,6 +94,9 @@ class Admission:
         if probe_every < 2:
             raise ValueError(f"probe_every={probe_every} must be at least 2")
         self.budget_bytes = budget_bytes
+        self.limit_bytes = limit_bytes
+        self.resident: Callable[[], int] = lambda: 0
+        """Bytes of all states on the device now; the memory ledger's, where there is one."""
         self.measure = measure
         self.probe_every = probe_every
         self.measurements = Measurements()
@@ -160,9 +170,11 @@ class Admission:
     def _fits(self, kind: str, work: float, density: float, held_bytes: int) -> bool:
         """Bytes per token grow with density, so the largest rate seen bounds every unit that is no denser. One that is
         denser than all before goes alone: then it fits, or the budget is too small for it at all."""
+        rate, seen = self._rates.get(kind, (0.0, -1.0))
+        if self.limit_bytes is not None and self.resident() + SLACK * rate * work > self.limit_bytes:
+            return False
         if self.budget_bytes is None or held_bytes == 0:
             return True
-        rate, seen = self._rates.get(kind, (0.0, -1.0))
         return density <= seen and held_bytes + SLACK * rate * work <= self.budget_bytes
 
     def _refusal(self, kind: str, work: float, density: float, held_bytes: int | None) -> str | None:

@@ -20,7 +20,7 @@ import rollplex.strategy  # noqa: F401  (they register their names)
 from rollplex.data.datamodule import VLMDataModule
 from rollplex.export import main as export_main
 from rollplex.module import GRPOModule
-from rollplex.planner.plan import main as plan_main
+from rollplex.planner.command import main as plan_main
 
 
 def _verify(arguments: list[str]) -> None:

@@ -2,24 +2,50 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from rollplex.admission import Admission
 from rollplex.cores import LaneThreads
 from rollplex.data.records import Request, Rollout
 from rollplex.engines.base import EngineContext, RolloutEngine
 from rollplex.engines.torch_engine import TorchEngine
-from rollplex.lanes import RolloutLane
+from rollplex.lanes import STUCK_AFTER, RolloutLane
+from rollplex.offload import HostCopies
 from rollplex.phases import Phase, dispatch
 from rollplex.ranks import Ranks
 from rollplex.schedule import Executor
 from rollplex.streams import LaneStreams
 from rollplex.timeline import Timeline
 from rollplex.units import Unit
+from rollplex.watch import MemoryWatch, ReferenceHolder
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from rollplex.models.split_model import SplitModel
+    from rollplex.step import GRPOStep
+
+log = logging.getLogger(__name__)
+
+
+class EngineHolder:
+    """The engine in the memory ledger. Its bytes are those of the rollout lane's last look; nobody else calls it."""
+
+    def __init__(self, lane: RolloutLane) -> None:
+        self._lane = lane
+
+    def state_bytes(self) -> dict[str, int]:
+        return self._lane.memory
+
+    def peak_bytes(self) -> dict[str, int]:
+        return self._lane.memory_peak or self._lane.memory
+
+    def state_tensors(self) -> dict[str, list[Tensor]]:
+        return self._lane.call(lambda engine: engine.state_tensors(), limit=STUCK_AFTER) if self._lane.running else {}
 
 
 def make_colocation(
@@ -33,6 +59,7 @@ def make_colocation(
     prefix_budget_bytes: int | None,
     admission: str,
     rollout_timeout: float | None,
+    memory_limit_bytes: int | None = None,
 ) -> Colocation:
     """From a strategy's settings (`RollplexStrategy` says what they mean)."""
     if rollout_timeout is not None and not rollout_timeout > 0:
@@ -43,7 +70,7 @@ def make_colocation(
         engine,
         threads=LaneThreads(threads, rollout_threads, train_threads, pin_cores=pin_cores),
         streams=LaneStreams(train_sms),
-        admission=Admission(prefix_budget_bytes, measure=admission == "measure"),
+        admission=Admission(prefix_budget_bytes, limit_bytes=memory_limit_bytes, measure=admission == "measure"),
         timeout=rollout_timeout,
     )
 
@@ -108,6 +135,11 @@ class Colocation:
             self.lane, self.timeline, self._notify, timeout=timeout, admission=admission, threads=self.threads,
             streams=self.streams,
         )  # fmt: skip
+        self.watch = MemoryWatch()
+        self.executor.admission.resident = self.watch.device_bytes
+        self.copies: HostCopies
+        """What moves states to the host and back; exists while the engine runs."""
+        self.reference: ReferenceHolder | None = None
         self._model: SplitModel | None = None
         self._refresh: Callable[[], None] | None = None
         self._published: int | None = None
@@ -132,18 +164,47 @@ class Colocation:
         self._published = None
         self.threads.settle()
         self.streams.start(device)
+        self.copies = HostCopies(device)
         self._started = True
+        self._watch(trainer, device)
         self.lane.start(EngineContext(model=served or model, processor=processor, device=device))
+
+    def _watch(self, trainer: Any, device: Any) -> None:
+        """Who holds memory: the strategy, the engine, the reference model; the step comes later."""
+        self.watch.start(device)
+        holders = self.watch.holders
+        holders["engine"] = EngineHolder(self.lane)
+        if hasattr(trainer.strategy, "state_bytes"):
+            holders["strategy"] = trainer.strategy
+        reference = getattr(trainer.lightning_module, "reference", None)
+        self.reference = ReferenceHolder(reference.hf, self.copies) if reference is not None else None
+        if self.reference is not None:
+            holders["reference"] = self.reference
 
     def close(self) -> None:
         if self._started:
             self._started = False
             self.lane.close()
             self.threads.restore()
+            self._bring_back()
         self.lane.drain_events()
         # Here and not in the callbacks: after an error Lightning calls no callback's teardown, and a later run must not
         # inherit this one's schedule.
         self.executor.reset()
+
+    def _bring_back(self) -> None:
+        """Whoever uses the models after the run finds them whole."""
+        self.watch.stop()
+        try:
+            self.copies.bring_all()
+        except torch.OutOfMemoryError as error:  # perhaps the very reason for the end, which must not be hidden
+            log.warning("states that wait in host memory stay there: %s", error)
+
+    def begin(self, step: GRPOStep) -> None:
+        """A rollout batch begins."""
+        self.timeline.clear()
+        self.executor.held_bytes = lambda: step.held_bytes
+        self.watch.new_step(lambda: step.prefixes)
 
     def rollout(
         self, requests: Callable[[], Sequence[Request]], units: Sequence[Unit], collect: Callable[[Rollout], int | None]
@@ -172,4 +233,13 @@ class Colocation:
         self.executor.enter(Phase.IDLE)
 
     def _notify(self, event: str, *arguments: Any) -> None:
+        """The ledger looks before callbacks move what a phase leaves, and after they have brought what one needs."""
+        if event == "on_phase_end":
+            self.watch.phase_ended(*arguments)
+        elif event == "on_unit_end":
+            self.watch.unit_ended(arguments[0].kind)
         dispatch(self._trainer, event, *arguments)
+        if event == "on_phase_start":
+            self.watch.phase_started(*arguments)
+        elif event == "on_window_open":
+            self.watch.sample()

@@ -13,10 +13,11 @@ from rollplex.colocation import check_module, check_same_model, check_trainer, m
 from rollplex.engines.base import RolloutEngine
 from rollplex.models.split_model import SplitModel
 from rollplex.ranks import Ranks
+from rollplex.trainer_states import WithTrainerStates
 from rollplex.updates import WholeGradients
 
 
-class RollplexDDPStrategy(DDPStrategy):
+class RollplexDDPStrategy(WithTrainerStates, DDPStrategy):
     """Use as `strategy: rollplex_ddp`, or with settings as a class_path.
 
     Each rank takes its groups of a rollout batch, with an engine of its own. Backward calls are not hooked: gradients
@@ -84,6 +85,7 @@ class RollplexDDPStrategy(DDPStrategy):
         _optimizers_to_device(self.optimizers, self.root_device)
         module.place(self.root_device)
         self.colocation.start(trainer, module.actor, module.processor, self.root_device)
+        self.hold_states(module)
 
     def whole_model(self) -> SplitModel:
         """The policy with whole weights."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch import nn
 from rollplex import deepspeed_checkpoints as checkpoints
 from rollplex.colocation import check_module, check_same_model, check_trainer, make_colocation
 from rollplex.deepspeed_gradients import ShardedGradients
-from rollplex.deepspeed_offload import StateOffload
+from rollplex.deepspeed_offload import NAMES, StateOffload
 from rollplex.engines.base import RolloutEngine
 from rollplex.lockstep import Lockstep
 from rollplex.models.head import PolicyHead
@@ -173,6 +173,34 @@ class RollplexDeepSpeedStrategy(DeepSpeedStrategy):
         self.config["gradient_clipping"] = module.hparams["max_grad_norm"] or 0.0
         if module.hparams["dtype"] == "bfloat16":
             self.config["bf16"] = {"enabled": True, "check_grad_overflow": True}
+
+    # ---- memory by lifetime: what the ledger asks, and PhaseOffload moves ----
+
+    def state_bytes(self) -> dict[str, int]:
+        """State -> bytes of this rank's part on the device now."""
+        return self.states.bytes() if self.states is not None else {}
+
+    def refusals(self) -> dict[str, str]:
+        """State -> why DeepSpeed cannot move it at this stage."""
+        found = {}
+        for name in NAMES:
+            try:
+                assert self.states is not None
+                self.states.check([name])
+            except ValueError as error:
+                found[name] = str(error)
+        return found
+
+    def offload(self, names: Collection[str]) -> None:
+        if self.states is not None:
+            self.states.offload(names, pin_memory=self.root_device.type == "cuda")
+
+    def reload(self, names: Collection[str]) -> None:
+        """All that is away: DeepSpeed knows no part of it."""
+        if self.states is not None:
+            self.states.reload()
+
+    # ---- set-up of the parts ----
 
     def _refresh(self) -> None:
         assert self.replica is not None

@@ -83,6 +83,10 @@ class RolloutLane:
         self._lost: threading.Thread | None = None
         self.last_sign = time.monotonic()
         """When the engine last got on (time.monotonic): a decode without events is a sign of life too."""
+        self.memory: dict[str, int] = {}
+        """The engine's `state_bytes` after its last command or step."""
+        self.memory_peak: dict[str, int] = {}
+        """When their sum was largest since the last `submit`."""
 
     # ---- called from the train lane ----
 
@@ -139,6 +143,7 @@ class RolloutLane:
         def submit(engine: RolloutEngine) -> None:
             self._streams.take(event, tensors)
             self._move_kv(RESTORE_KV, engine.restore_kv)
+            self.memory_peak = {}
             engine.submit(requests)
 
         self.call(submit, limit=limit)
@@ -226,8 +231,17 @@ class RolloutLane:
             except BaseException as error:
                 future.set_exception(error)
             self._busy = self.engine_busy()
+            self._note_memory()
             if self._busy:
                 return True
+
+    def _note_memory(self) -> None:
+        try:
+            self.memory = now = self.engine.state_bytes()
+        except Exception:  # of an engine that failed, or is closed
+            return
+        if sum(now.values()) >= sum(self.memory_peak.values()):
+            self.memory_peak = now
 
     def engine_busy(self) -> bool:
         try:
@@ -252,6 +266,7 @@ class RolloutLane:
             self.last_sign = time.monotonic()
         co = beside if beside == self._threads.co_running else None
         self._timeline.add(ROLLOUT_LANE, before.value, start, time.perf_counter(), rows=rows, co=co)
+        self._note_memory()
         for rollout in finished:
             self.events.put(Finished(rollout))
         self._announce(after)

@@ -44,6 +44,8 @@ METRICS: dict[str, tuple[str, str]] = {
     "lr": ("", "learning rate of the last update"),
     "prefix_bytes": ("bytes", "most prefix state held at once on the device: K/V and saved activations"),
     "prefix_host_bytes": ("bytes", "most saved activations of prefixes held at once in host memory (prefix_on_host)"),
+    "memory/{stage}": ("bytes", "most bytes of the ledger's states at once in a stage: rollout, prefix_ref, ..."),
+    "memory/unaccounted": ("bytes", "most that the CUDA allocator had given out beyond the ledger's states"),
     "prefixes_recomputed": (
         "prompts",
         "computed again by the actor after the step's first update, at newer weights",

@@ -249,12 +249,11 @@ class GRPOModule(WithRandomStates, WithEvaluation, LightningModule):
             self.rollouts_done += 1
             return None
         self.random_states.begin()
-        colocation.timeline.clear()
         start = time.perf_counter()
         step = self.new_step(batch) if share is None else self.new_step(batch, share)
         self.zero_grad(set_to_none=True)
         self.gradient_update.begin()
-        colocation.executor.held_bytes = lambda: step.held_bytes
+        colocation.begin(step)
         colocation.rollout(
             partial(step.requests, seed=self.hparams["seed"], step=self.rollouts_done), step.units(0), step.collect
         )
@@ -270,7 +269,7 @@ class GRPOModule(WithRandomStates, WithEvaluation, LightningModule):
         times = time_metrics(colocation.timeline, time.perf_counter() - start, step.tokens)
         own = step_tallies(step) | tallies(times | admission_metrics(colocation.executor.admission))
         own |= tallies({"rows_skipped": float(len(self.trainer.datamodule.bad_rows))}, "sum")  # type: ignore[attr-defined]
-        metrics |= values(merge(ranks.gather(own)))
+        metrics |= values(merge(ranks.gather(own | tallies(colocation.watch.metrics()))))
         check_names(metrics)
         for name, value in metrics.items():
             self.log(name, value, batch_size=max(1, len(batch)), prog_bar=name in ("reward", "tokens_per_second"))

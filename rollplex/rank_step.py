@@ -176,7 +176,7 @@ class LockstepStep(RankStep):
         for rows in self._passes(b):
             prefix = self._prefix_of(b, name, model, rows)
             self._filler_loss(prefix, grad=False)
-        self._prefixes.pop((name, b.index), prefix).free()
+        self.prefixes.pop((name, b.index), prefix).free()
 
     def _filler_loss(self, prefix: PrefixState, *, grad: bool) -> Tensor:
         ids_12 = filler(self.actor).input_ids[None]

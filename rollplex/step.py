@@ -73,7 +73,8 @@ class GRPOStep:
     failures: list[RewardFailure] = field(default_factory=list)
     totals: dict[int, StepTotals] = field(default_factory=dict)
     _advantages: dict[int, Advantages] = field(default_factory=dict)
-    _prefixes: dict[tuple[str, int], PrefixState] = field(default_factory=dict)
+    prefixes: dict[tuple[str, int], PrefixState] = field(default_factory=dict)
+    """Alive now, by model ("act", "ref", "old") and bundle."""
     _logps: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     _kept: dict[int, list[bool]] = field(default_factory=dict)
 
@@ -103,7 +104,7 @@ class GRPOStep:
         ]
 
     def _prefix_pass(self, b: Bundle) -> PrefixPass:
-        states = [self._prefixes.get((name, b.index)) for name in ("act", "old")]
+        states = [self.prefixes.get((name, b.index)) for name in ("act", "old")]
         return PrefixPass(b.index, b.groups, next((s for s in states if s is not None), None))
 
     @property
@@ -192,7 +193,7 @@ class GRPOStep:
     @property
     def held_bytes(self) -> int:
         """Bytes of prefix state alive: boundary tensors and, with a graph, saved activations."""
-        return sum(p.nbytes + p.saved_bytes for p in self._prefixes.values())
+        return sum(p.nbytes + p.saved_bytes for p in self.prefixes.values())
 
     def _prompts_of(self, b: Bundle) -> list[Prompt]:
         return [self.prompts[g] for g in b.groups]
@@ -201,16 +202,16 @@ class GRPOStep:
         return model.prefix(prompts, grad=name == "act")
 
     def _prefix(self, b: Bundle, name: str, model: SplitModel) -> None:
-        self._prefixes[name, b.index] = self._compute_prefix(b, name, model, self._prompts_of(b))
+        self.prefixes[name, b.index] = self._compute_prefix(b, name, model, self._prompts_of(b))
         self.prefix_bytes_peak = max(self.prefix_bytes_peak, self.held_bytes)
-        on_host = sum(p.host_bytes for p in self._prefixes.values())
+        on_host = sum(p.host_bytes for p in self.prefixes.values())
         self.prefix_host_bytes_peak = max(self.prefix_host_bytes_peak, on_host)
         self.prefixes_recomputed += len(b.groups) if name == "act" and model.version > self._version else 0
 
     def _prefix_of(self, b: Bundle, name: str, model: SplitModel, rows: Sequence[tuple[int, int]]) -> PrefixState:
         """The bundle's shared prefix, or one of its own for each row."""
         if self.settings.share_prefix:
-            return self._prefixes[name, b.index]
+            return self.prefixes[name, b.index]
         self.prefixes_recomputed += len(rows) if name == "act" and model.version > self._version else 0
         return self._compute_prefix(b, name, model, [self.prompts[g] for g, _ in rows])
 
@@ -220,7 +221,7 @@ class GRPOStep:
             ids_NR, lengths_N = self._pad(rows)
             out = model.suffix(prefix, ids_NR, lengths_N, temperature=self.settings.sampling.temperature, grad=False)
             self._keep(name, rows, out.logps_NR)
-        self._prefixes.pop((name, b.index), prefix).free()
+        self.prefixes.pop((name, b.index), prefix).free()
 
     def _train_suffix(self, b: Bundle, update: int) -> None:
         s = self.settings
@@ -253,7 +254,7 @@ class GRPOStep:
 
     def _backward(self, b: Bundle) -> None:
         self.actor.before_prefix_backward()
-        self._prefixes.pop(("act", b.index)).backward()
+        self.prefixes.pop(("act", b.index)).backward()
 
     # ---- rows of a suffix pass ----
 

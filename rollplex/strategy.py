@@ -12,10 +12,11 @@ from rollplex.colocation import check_module, check_trainer, make_colocation
 from rollplex.engines.base import RolloutEngine
 from rollplex.models.split_model import SplitModel
 from rollplex.ranks import Ranks
+from rollplex.trainer_states import WithTrainerStates
 from rollplex.updates import WholeGradients
 
 
-class RollplexStrategy(SingleDeviceStrategy):
+class RollplexStrategy(WithTrainerStates, SingleDeviceStrategy):
     """Use as `strategy: rollplex`, or with settings as a class_path.
 
     Args:
@@ -27,6 +28,8 @@ class RollplexStrategy(SingleDeviceStrategy):
         pin_cores: While both lanes work, keep each to cores of its own.
         train_sms: CUDA multiprocessors of the train lane meanwhile (a green context); None is all.
         prefix_budget_bytes: Most bytes of prefix state held at once in the decode window; None is no limit.
+        memory_limit_bytes: Most bytes of all states on the device in the decode window, by the memory ledger: a prefix
+            that does not fit beside them runs after the rollout. None is no limit.
         admission: "measure" declines overlap that does not pay, found by measuring; "always" admits what fits.
         rollout_timeout: Seconds without any sign of the engine after which a rollout counts as stalled and the run
             ends with an error; None waits forever.
@@ -44,6 +47,7 @@ class RollplexStrategy(SingleDeviceStrategy):
         pin_cores: bool = False,
         train_sms: int | None = None,
         prefix_budget_bytes: int | None = None,
+        memory_limit_bytes: int | None = None,
         admission: Literal["measure", "always"] = "measure",
         rollout_timeout: float | None = 600.0,
     ) -> None:
@@ -53,7 +57,7 @@ class RollplexStrategy(SingleDeviceStrategy):
         self.colocation = make_colocation(
             engine, threads=threads, rollout_threads=rollout_threads, train_threads=train_threads, pin_cores=pin_cores,
             train_sms=train_sms, prefix_budget_bytes=prefix_budget_bytes, admission=admission,
-            rollout_timeout=rollout_timeout,
+            rollout_timeout=rollout_timeout, memory_limit_bytes=memory_limit_bytes,
         )  # fmt: skip
         self.ranks = Ranks()
         self.gradients = WholeGradients()
@@ -65,6 +69,7 @@ class RollplexStrategy(SingleDeviceStrategy):
         check_module(module, self.strategy_name)
         module.place(self.root_device)
         self.colocation.start(trainer, module.actor, module.processor, self.root_device)
+        self.hold_states(module)
 
     def _check(self, trainer: Any) -> None:
         """What this strategy cannot do, said before a model is touched."""

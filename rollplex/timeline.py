@@ -16,6 +16,8 @@ TRAIN_LANE = "train"
 PHASES = "phase"
 RELEASE_KV, RESTORE_KV = "release_kv", "restore_kv"
 """Spans of the rollout lane in which K/V memory is given back and taken again (argument `bytes`)."""
+GROUPS = "groups"
+"""Marks of no length: when a group's responses were complete."""
 
 
 @dataclass(frozen=True)

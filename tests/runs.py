@@ -41,6 +41,13 @@ class PictureTask(VLMTask):
         return bool(response.token_ids[0] < 128)
 
 
+class EqualPictures(PictureTask):
+    """Every prompt has one picture of 112 by 112: 64 patches, 16 vision tokens."""
+
+    def samples(self, split: str) -> list[Sample]:
+        return [Sample(f"{split}-{i}", {"sizes": [(112, 112)], "number": i}) for i in range(self.rows)]
+
+
 def run(
     model: str, root: Any, *, steps: int = 2, task: VLMTask | None = None, engine: Any = None, callbacks=(), batch_size=4,
     ckpt_path: str | None = None, trainer: dict[str, Any] | None = None, cls: type = GRPOModule, **settings: Any,

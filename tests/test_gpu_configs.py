@@ -14,8 +14,8 @@ from helpers import picture
 from rollplex import GRPOModule, Rollout, RollplexStrategy, VLMDataModule
 from rollplex.cli import main
 from rollplex.engines import VLLMEngine
+from rollplex.planner.configs import from_config
 from rollplex.planner.models import MODELS
-from rollplex.planner.plan import from_config
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -54,17 +54,32 @@ def plan(capsys, path: Path, *arguments: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("gpu", ["A100", "H100"])
-@pytest.mark.parametrize("path", SEVEN, ids=lambda path: path.stem)
-def test_the_7b_configs_fit_80_gb_by_phase_and_not_with_everything_resident(path, gpu, capsys):
-    found = plan(capsys, path, "--gpu", gpu)
+def test_the_7b_config_of_8_gpus_fits_80_gb_by_phase_and_not_with_everything_resident(gpu, capsys):
+    found = plan(capsys, SEVEN[1], "--gpu", gpu)
     assert found["model"] == "Qwen2.5-VL-7B" and found["gpu_gib"] == pytest.approx(74.5, abs=0.1)
     assert found["fits"] and max(found["stages_gib"].values()) < found["gpu_gib"]
     assert found["naive_gib"] > found["gpu_gib"]  # as their first lines say
     states = found["states_gib"]
     assert states["rollout KV pool"] == 8.0
-    assert states["actor prefix K/V"] == pytest.approx(16 * 2048 * SHAPE.kv_bytes_per_token / 2**30)
+    assert states["actor_prefix_kv"] == pytest.approx(16 * 2048 * SHAPE.kv_bytes_per_token / 2**30)
     assert states["float32 masters and moments"] == pytest.approx(92.7, abs=0.1)
-    assert ("reference weights" in states) == ("8gpu" in path.stem)
+    assert "reference_weights" in states
+
+
+@pytest.mark.parametrize("gpu", ["A100", "H100"])
+def test_the_7b_config_of_one_gpu_fits_80_gb_because_of_phase_offload(gpu, capsys, tmp_path):
+    """Its model folder is not there: the planner knows the name."""
+    model = ("--model", "Qwen2.5-VL-7B", "--gpu", gpu)
+    found = plan(capsys, SEVEN[0], *model)
+    assert found["fits"] and max(found["stages_gib"].values()) < 0.7 * found["gpu_gib"] < found["naive_gib"]
+    states = found["states_gib"]
+    assert states["kv_pool"] == 8.0 and states["optimizer_moments"] + states["masters"] == pytest.approx(92.7, abs=0.1)
+    content = yaml.safe_load(SEVEN[0].read_text())
+    callbacks = content["trainer"]["callbacks"]
+    content["trainer"]["callbacks"] = [c for c in callbacks if "PhaseOffload" not in c["class_path"]]
+    (tmp_path / "resident.yaml").write_text(yaml.safe_dump(content))
+    resident = plan(capsys, tmp_path / "resident.yaml", *model)
+    assert not resident["fits"] and "PhaseOffload" in " ".join(resident["changes"])
 
 
 def test_places_come_from_the_config_and_flags_override_them(capsys, tmp_path):
@@ -75,9 +90,9 @@ def test_places_come_from_the_config_and_flags_override_them(capsys, tmp_path):
     text = eight.read_text().replace("class_path: rollplex.RollplexStrategy", "class_path: some.ZeroStrategy")
     (tmp_path / "zero.yaml").write_text(text)
     assert plan(capsys, tmp_path / "zero.yaml")["states_gib"]["float32 masters and moments"] == sharded
-    longer = plan(capsys, one, "--boundary-tokens", "65536")["states_gib"]["actor prefix K/V"]
+    longer = plan(capsys, eight, "--boundary-tokens", "65536")["states_gib"]["actor_prefix_kv"]
     assert longer == pytest.approx(65536 * SHAPE.kv_bytes_per_token / 2**30)
-    two = plan(capsys, eight, "--gpus", "2")["states_gib"]["actor prefix K/V"]
+    two = plan(capsys, eight, "--gpus", "2")["states_gib"]["actor_prefix_kv"]
     assert two == pytest.approx(64 * 2048 * SHAPE.kv_bytes_per_token / 2**30)
 
 

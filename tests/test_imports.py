@@ -28,6 +28,7 @@ LAYERS = [
             "grpo",
             "metrics",
             "models",
+            "offload",
             "optim",
             "phases",
             "lockstep",
@@ -36,8 +37,10 @@ LAYERS = [
             "seeds",
             "streams",
             "totals",
+            "trainer_states",
             "units",
             "updates",
+            "watch",
         }
         | {"reports", "residency", "rewards", "tasks", "timeline", "weights"},
     ),

@@ -100,9 +100,9 @@ def test_a_config_gives_model_and_work_and_flags_override_it(capsys, parity_fold
     (tmp_path / "config.yaml").write_text(text)
     plan = numbers(capsys, "plan", "--config", str(tmp_path / "config.yaml"), "--boundary-tokens", "1000")
     assert plan["model"] == parity_folder.name
-    assert "reference weights" not in plan["states_gib"]  # beta is 0 there
+    assert "reference_weights" not in plan["states_gib"]  # beta is 0 there
     with_beta = numbers(capsys, "plan", "--config", str(tmp_path / "config.yaml"), "--beta", "0.1")
-    assert "reference weights" in with_beta["states_gib"]
+    assert "reference_weights" in with_beta["states_gib"]
 
 
 @pytest.mark.parametrize(

@@ -9,15 +9,13 @@ from rollplex.planner.hardware import GPUS, gpu_of, gpus_of
 from rollplex.planner.memory import (
     GIB,
     MemorySettings,
-    Stage,
-    State,
-    StateClass,
     fits,
     naive_bytes,
     stage_bytes,
     states,
 )
 from rollplex.planner.models import MODELS, model_shape
+from rollplex.residency import Stage, State, StateClass
 
 PUBLISHED = {
     "Qwen2.5-VL-3B": 3_754_622_976, "Qwen2.5-VL-7B": 8_292_166_656, "Qwen2.5-VL-32B": 33_452_718_336,
@@ -51,9 +49,9 @@ def test_memory_of_the_papers_example():
     found = states(LARGE, PAPER)
     sizes = {s.name: s.bytes / GIB for s in found}
     expected = {
-        "actor weights, engine's layout": 16.5, "actor weights, trainer's layout": 8.9, "reference weights": 8.9,
-        "gradients": 17.8, "float32 masters and moments": 53.5, "rollout KV pool": 26.0, "reference prefix K/V": 4.0,
-        "actor prefix K/V": 4.0, "prefix checkpoints": 10.0, "micro-batch activations": 1.6, "workspace": 14.0,
+        "actor weights, engine's layout": 16.5, "actor weights, trainer's layout": 8.9, "reference_weights": 8.9,
+        "gradients": 17.8, "float32 masters and moments": 53.5, "rollout KV pool": 26.0, "reference_prefix_kv": 4.0,
+        "actor_prefix_kv": 4.0, "prefix checkpoints": 10.0, "micro-batch activations": 1.6, "workspace": 14.0,
     }  # fmt: skip
     for name, value in expected.items():
         assert sizes[name] == pytest.approx(value, abs=0.06), name
@@ -135,3 +133,30 @@ def test_gpus_from_a_file(tmp_path):
     path.write_text("X1: {memory_gb: -1, tflops: 500, bandwidth_tb: 4, link_gb: 600, sms: 100}\n")
     with pytest.raises(ValueError, match="memory_gb=-1 must be a number above 0"):
         gpus_of(str(path))
+
+
+@pytest.mark.parametrize("degrees", [(8, 4), (4, 2), (8, 2)])
+def test_layout_from_shapes_is_the_layout_from_tensor_names(tmp_path, degrees):
+    """The planner counts by arithmetic, rollplex/weights goes through every tensor: per GPU the same bytes."""
+    from test_layout import family_config, family_model
+
+    from rollplex.planner.plan import make_plan
+    from rollplex.planner.simulate import Placement, Workload
+    from rollplex.weights.families import Heads
+    from rollplex.weights.layout import plan_layout, shapes_of
+
+    config = family_config("qwen2_5_vl", vocab=512, heads=8, kv=8)
+    config.save_pretrained(tmp_path)
+    shape, (train_tp, rollout_tp) = model_shape(str(tmp_path)), degrees
+    memory = MemorySettings(train_tp=train_tp, rollout_tp=rollout_tp)
+    planned = make_plan(
+        shape, GPUS["H100"], Placement(train_tp, train_tp, rollout_tp), memory, Workload(prompts=8)
+    ).layout
+    shapes = {n: (s, torch.bfloat16) for n, (s, _) in shapes_of(family_model(config).named_parameters()).items()}
+    named = plan_layout("qwen2_5_vl", shapes, Heads.of(config), rollout_tp, train_tp, vision="data", own=("qkv_proj",))
+    norms = 2 * (2 * shape.layers + 1) * shape.hidden  # whole on every GPU
+    for gpu in range(named.gpus):
+        found = named.paper_bytes(gpu)
+        assert found["transpose-compatible"] == planned["strided"] / rollout_tp
+        assert found["rebuilt"] == planned["rebuilt"] / rollout_tp
+        assert found["same order"] == (planned["same order"] - norms) / rollout_tp + norms

@@ -206,7 +206,7 @@ def wrong_scale(step, module):
 def dropped_backward(step, module):
     """The first bundle's gradient stops at the boundary: its prompt and picture teach nothing."""
     backward = step._backward
-    step._backward = lambda b: step._prefixes.pop(("act", b.index)).free() if b.index == 0 else backward(b)
+    step._backward = lambda b: step.prefixes.pop(("act", b.index)).free() if b.index == 0 else backward(b)
 
 
 def stale_prefix(step, module):

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from rollplex.data.records import Request, Rollout
 
 if TYPE_CHECKING:
@@ -102,6 +104,14 @@ class RolloutEngine(ABC):
     def restore_kv(self) -> int:
         """Take the pool's memory again, for the next `submit`; returns the bytes taken, 0 when they were held."""
         return 0
+
+    def state_bytes(self) -> dict[str, int]:
+        """State (`KV_POOL`, `ENGINE_WEIGHTS` of rollplex.residency) -> bytes that the engine has on the device now."""
+        return {}
+
+    def state_tensors(self) -> dict[str, list[Tensor]]:
+        """State -> the tensors behind `state_bytes`, where their storages show what is really held."""
+        return {}
 
     @abstractmethod
     def close(self) -> None:

@@ -34,7 +34,11 @@ def kv_bytes(kv: Sequence[tuple[Tensor, Tensor]]) -> int:
 class Bundle:
     """The prompt K/V of groups that were prefilled together, and how many of their rows are unfinished."""
 
-    def __init__(self, prefix: PrefixState, groups: Sequence[Sequence[Request]]) -> None:
+    def __init__(
+        self, prefix: PrefixState, groups: Sequence[Sequence[Request]], *, borrowed: bool = False
+    ) -> None:  # fmt: skip
+        """borrowed: the K/V is the trainer's."""
+        self.borrowed = borrowed
         self.kv: list[tuple[Tensor, Tensor]] = prefix.kv()
         # A copy: the view would keep the hidden states of all prompt tokens alive.
         self.last_hidden_BH = prefix.last_hidden_BH.clone()
@@ -46,6 +50,11 @@ class Bundle:
     def nbytes(self) -> int:
         return kv_bytes(self.kv)
 
+    @property
+    def own_bytes(self) -> int:
+        """Of K/V that is not the trainer's; every layer has as much."""
+        return 0 if self.borrowed else len(self.kv) * kv_bytes(self.kv[:1])
+
     def shrink(self) -> np.ndarray | None:
         """Free the K/V of finished groups once they are half of the bundle (each shrink copies what stays).
 
@@ -56,6 +65,7 @@ class Bundle:
             return None
         index = torch.from_numpy(keep).to(self.last_hidden_BH.device)
         self.kv = [(k[index], v[index]) for k, v in self.kv]
+        self.borrowed = False
         self.last_hidden_BH = self.last_hidden_BH[index]
         self.next_position_B = self.next_position_B[keep]
         moved = np.full(len(self.groups), -1, dtype=np.int64)

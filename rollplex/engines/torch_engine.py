@@ -26,6 +26,7 @@ from rollplex.engines.sampling import RuleBook, check_length, check_params, not_
 from rollplex.engines.text import Detokenizer
 from rollplex.engines.waiting import WaitingGroups
 from rollplex.models.split_model import SplitModel
+from rollplex.residency import KV_POOL
 
 LOGITS_BYTES = 128 * 1024**2
 """Largest float32 logits block held at once."""
@@ -168,6 +169,13 @@ class TorchEngine(RolloutEngine):
         held = [b.kv for b in self._bundles] + self._graphs.held_kv
         return sum(kv_bytes(kv) for kv in {id(kv): kv for kv in held}.values())
 
+    def state_tensors(self) -> dict[str, list[Tensor]]:
+        mine = [t for b in self._bundles if not b.borrowed for pair in b.kv for t in pair]
+        return {KV_POOL: mine + self._own.layers}
+
+    def state_bytes(self) -> dict[str, int]:
+        return {KV_POOL: self._own.nbytes + sum(b.own_bytes for b in self._bundles)}
+
     @property
     def graph_captures(self) -> int:  # GraphDecode says what these count
         return self._graphs.captures
@@ -209,7 +217,7 @@ class TorchEngine(RolloutEngine):
         else:
             state = self._started.prefix([g[0].prompt for g in chosen], grad=False)
             self.prefilled_groups += len(chosen)
-        bundle = Bundle(state, chosen)
+        bundle = Bundle(state, chosen, borrowed=given is not None and state is given.state)
         self._bundles.append(bundle)
         self._admissible.extend((bundle, g, r) for g, group in enumerate(chosen) for r in group)
 

@@ -22,7 +22,7 @@ from rollplex.engines import vllm_inputs, vllm_patches, vllm_weights
 from rollplex.engines.base import EngineContext, RolloutEngine, WindowState
 from rollplex.engines.sampling import check_params
 from rollplex.engines.text import Detokenizer
-from rollplex.engines.vllm_kv import KVMemory
+from rollplex.engines.vllm_kv import HeldStates, KVMemory
 from rollplex.engines.vllm_outputs import ResponseReader
 from rollplex.engines.vllm_weights import CopiedWeights, WeightBinding
 from rollplex.models.split_model import SplitModel
@@ -43,7 +43,7 @@ class _Live:
     internal_id: str
 
 
-class VLLMEngine(RolloutEngine):
+class VLLMEngine(HeldStates, RolloutEngine):
     """Decodes with vLLM.
 
     Args:
@@ -159,6 +159,7 @@ class VLLMEngine(RolloutEngine):
         vllm_patches.use_positions(runner.model, self._converter.positions)
         self._reader = ResponseReader(engine.output_processor, Detokenizer(self._tokenizer))
         self._kv = KVMemory(engine, runner.kv_caches, on_cpu=self._on_cpu)
+        self._own_weights = vllm_weights.own_tensors(runner.model, self._model)
         engine.set_weight_version(str(self._version))
         return engine
 

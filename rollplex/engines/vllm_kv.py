@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from rollplex.residency import ENGINE_WEIGHTS, KV_POOL
+
 
 class KVMemory:
     """On CUDA vLLM's sleep mode does it (addresses stay, graphs stay valid). On a CPU that mode does nothing, so the
@@ -20,6 +22,7 @@ class KVMemory:
         self._engine = engine
         self._on_cpu = on_cpu
         self._device = caches[0].device
+        self._caches = caches
         self._storages = list({s.data_ptr(): s for s in (t.untyped_storage() for t in caches)}.values())
         self._sizes = [s.nbytes() for s in self._storages]
         self.released = False
@@ -36,6 +39,16 @@ class KVMemory:
             return sum(s.nbytes() for s in self._storages)
         free, total = torch.cuda.mem_get_info(self._device)
         return total - free
+
+    @property
+    def resident(self) -> int:
+        """Bytes of it on the device now."""
+        return 0 if self.released else self.nbytes
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Whose storages show what is held; on CUDA a released cache keeps its addresses, and shows nothing."""
+        return [] if self.released and not self._on_cpu else self._caches
 
     def release(self) -> int:
         """Bytes given back, as measured; 0 when they were already. No request is unfinished, no prefix is cached."""
@@ -69,3 +82,17 @@ class KVMemory:
             self._engine.engine_core.engine_core.resume_scheduler()
         self.released = False
         return self.held - before
+
+
+class HeldStates:
+    """The part of the engine that tells the memory ledger what it has: the KV cache, and weights that are its own."""
+
+    _kv: KVMemory
+    _own_weights: tuple[list[torch.Tensor], int]
+    """And their bytes: asked after every step."""
+
+    def state_bytes(self) -> dict[str, int]:
+        return {KV_POOL: self._kv.resident, ENGINE_WEIGHTS: self._own_weights[1]}
+
+    def state_tensors(self) -> dict[str, list[torch.Tensor]]:
+        return {KV_POOL: self._kv.tensors, ENGINE_WEIGHTS: self._own_weights[0]}

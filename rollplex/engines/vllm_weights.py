@@ -40,6 +40,14 @@ def wanted(model: nn.Module, source: SplitModel) -> list[tuple[str, nn.Parameter
     return [(name, p) for name, p in source.hf.named_parameters() if not (blind and id(p) in vision)]
 
 
+def own_tensors(model: nn.Module, source: SplitModel) -> tuple[list[Tensor], int]:
+    """The parameters of vLLM's that are no view of the trainer's, each storage once, and their bytes."""
+    theirs = {p.untyped_storage().data_ptr() for p in source.hf.parameters()}
+    mine = {t.untyped_storage().data_ptr(): t.detach() for t in model.parameters() if t.numel()}
+    own = [t for address, t in mine.items() if address not in theirs]
+    return own, sum(t.nbytes for t in own)
+
+
 class CopiedWeights:
     """The engine has weights of its own, filled by a full copy."""
 

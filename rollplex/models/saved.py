@@ -33,6 +33,11 @@ class SavedActivations:
         self.device_bytes = 0
         self.host_bytes = 0
 
+    def besides(self, tensors: Iterable[Tensor]) -> int:
+        """device_bytes without the storages of `tensors`, which are counted elsewhere."""
+        theirs = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}
+        return self.device_bytes - sum(size for address, size in theirs.items() if address in self._seen)
+
     def _pack(self, tensor: Tensor) -> Tensor | OnHost:
         if isinstance(tensor, torch.nn.Parameter):
             return tensor  # itself, no view of it: a sharded one has other storage when backward asks

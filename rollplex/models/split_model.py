@@ -193,7 +193,7 @@ class SplitModel(ABC):
             live.append(hidden_BPH[:, -1].clone())  # a view would keep all P rows alive
         next_position_B = next_position_B.to(self.device)
         return PrefixState(
-            live=live, next_position_B=next_position_B, version=self.version, saved_bytes=saved.device_bytes,
+            live=live, next_position_B=next_position_B, version=self.version, saved_bytes=saved.besides(live),
             host_bytes=saved.host_bytes,
         )  # fmt: skip
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from rollplex.planner.hardware import Gpu
 from rollplex.planner.memory import MemorySettings, fits, states
 from rollplex.planner.models import ModelShape
+from rollplex.planner.run_memory import RunSettings, run_knobs, run_states
 
 
 @dataclass(frozen=True)
@@ -25,13 +26,23 @@ class Change:
 
 def fitting_changes(model: ModelShape, s: MemorySettings, gpu: Gpu, *, most_tp: int = 8) -> list[Change] | None:
     """[] when the plan fits as it is; None when nothing here makes it fit. most_tp: GPUs of a node."""
-    if fits(states(model, s), gpu):
+    return search(s, _knobs(model, s, most_tp), lambda tried: fits(states(model, tried), gpu))
+
+
+def run_changes(model: ModelShape, s: RunSettings, gpu: Gpu) -> list[Change] | None:
+    """As `fitting_changes`, for a run on one device; the settings are those of RunSettings."""
+    return search(s, run_knobs(s, model), lambda tried: fits(run_states(model, tried), gpu))
+
+
+def search(settings: Any, knobs: Iterable[tuple[str, Any]], enough: Callable[[Any], bool]) -> list[Change] | None:
+    """Turn one knob after the other until it is enough; returns the changes that are needed for it."""
+    if enough(settings):
         return []
-    tried = s
-    for name, value in _knobs(model, s, most_tp):
+    tried = settings
+    for name, value in knobs:
         tried = replace(tried, **{name: value})
-        if fits(states(model, tried), gpu):
-            return _needed(model, s, tried, gpu)
+        if enough(tried):
+            return _needed(settings, tried, enough)
     return None
 
 
@@ -66,12 +77,12 @@ def _splits(model: ModelShape, degree: int) -> bool:
     return True
 
 
-def _needed(model: ModelShape, before: MemorySettings, after: MemorySettings, gpu: Gpu) -> list[Change]:
-    """The changes between two settings without those that it fits without."""
-    names = [n for n in MemorySettings.__dataclass_fields__ if getattr(before, n) != getattr(after, n)]
+def _needed(before: Any, after: Any, enough: Callable[[Any], bool]) -> list[Change]:
+    """The changes between two settings without those that it is enough without."""
+    names = [f.name for f in fields(before) if getattr(before, f.name) != getattr(after, f.name)]
     for name in list(names):
         without = replace(after, **{name: getattr(before, name)})
-        if fits(states(model, without), gpu):
+        if enough(without):
             after = without
             names.remove(name)
     return [Change(name, getattr(before, name), getattr(after, name)) for name in names]

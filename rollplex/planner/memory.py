@@ -1,4 +1,4 @@
-"""Bytes per GPU: every large state of a step, when it lives, and what fits.
+"""Bytes per GPU of a cluster run: every large state of a step, when it lives, and what fits.
 
 A state has a size, the phases in which it is needed, and a class that says how it may leave the device in the others
 (paper: arXiv 2608.14498). Two residencies are compared: *naive*, where everything stays, and *by phase*, where only
@@ -12,38 +12,28 @@ degree, T boundary tokens of a replica, H hidden size, L layers.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 
 from rollplex.planner.hardware import Gpu
 from rollplex.planner.models import ModelShape
+from rollplex.residency import (
+    ACTOR_KV,
+    ALL,
+    GRADIENTS,
+    PA,
+    PR,
+    REFERENCE,
+    REFERENCE_KV,
+    Ledger,
+    R,
+    S,
+    Stage,
+    State,
+    StateClass,
+    T,
+    U,
+)
 
 GIB = 1024**3
-
-
-class Stage(StrEnum):
-    """A step as memory sees it: PREFIX is in the decode window, by model."""
-
-    ROLLOUT = "rollout"
-    PREFIX_REF = "prefix (reference)"
-    PREFIX_ACT = "prefix (actor)"
-    SCORE = "score"
-    TRAIN = "train"
-    UPDATE = "update"
-
-
-R, PR, PA, S, T, U = Stage
-ALL = frozenset(Stage)
-
-
-class StateClass(StrEnum):
-    PERMANENT = "permanent"
-    """The source of truth: float32 masters and moments. Streamed in chunks at the update, on the host otherwise."""
-    REGENERABLE = "regenerable"
-    """Copies of permanent state in another type or layout."""
-    BOUNDARY = "boundary"
-    """Prefix K/V: made in the window, read in a later phase."""
-    PHASE_LOCAL = "phase-local"
-    """Gone when its phase ends."""
 
 
 @dataclass(frozen=True)
@@ -69,26 +59,6 @@ class MemorySettings:
     reference: bool = True
 
 
-@dataclass(frozen=True)
-class State:
-    """One kind of bytes on each GPU."""
-
-    name: str
-    bytes: float
-    needed: frozenset[Stage]
-    kind: StateClass
-    resident: float | None = None
-    """Bytes while it is needed, if not all of it is there at once."""
-    naive: bool = True
-    """False: exists only by phase (what sharing the weights costs)."""
-
-    def at(self, stage: Stage) -> float:
-        """Bytes on the device in a stage, by phase."""
-        if stage not in self.needed:
-            return 0.0
-        return self.bytes if self.resident is None else self.resident
-
-
 def states(model: ModelShape, s: MemorySettings) -> list[State]:
     """Every large state of a step, per GPU."""
     model.check_tp("train_tp", s.train_tp)
@@ -106,13 +76,13 @@ def states(model: ModelShape, s: MemorySettings) -> list[State]:
         # By phase the trainer computes on views of the engine's copy, and only what is no view is there twice.
         State("actor weights, trainer's layout", 2 * n / s.train_tp + 2 * v, frozenset(), StateClass.REGENERABLE),
         State("actor weights rebuilt for the trainer", rebuilt, ALL - {R}, StateClass.REGENERABLE, naive=False),
-        State("gradients", 4 * (n / s.train_tp + v), frozenset({T, U}), StateClass.PHASE_LOCAL),
+        State(GRADIENTS, 4 * (n / s.train_tp + v), frozenset({T, U}), StateClass.PHASE_LOCAL),
         State(
             "float32 masters and moments", optimizer, frozenset({U}), StateClass.PERMANENT,
             min(optimizer, 2 * optimizer / s.update_chunks),
         ),
         State("rollout KV pool", s.kv_pool_gib * GIB, frozenset({R, PR, PA}), StateClass.PHASE_LOCAL),
-        State("actor prefix K/V", kv, frozenset({PA, S, T}), StateClass.BOUNDARY),
+        State(ACTOR_KV, kv, frozenset({PA, S, T}), StateClass.BOUNDARY),
         State("prefix checkpoints", checkpoints, frozenset({PA, T}), StateClass.PHASE_LOCAL,
               checkpoints * s.checkpoint_share),
         State("micro-batch activations", micro, frozenset({PR, PA, S, T}),
@@ -121,20 +91,19 @@ def states(model: ModelShape, s: MemorySettings) -> list[State]:
     ]  # fmt: skip
     if s.reference:
         weights = 2 * n / s.train_tp + 2 * v
-        out.append(State("reference weights", weights, frozenset({PR, S}), StateClass.REGENERABLE))
-        out.append(State("reference prefix K/V", kv, frozenset({PR, PA, S}), StateClass.BOUNDARY))
+        out.append(State(REFERENCE, weights, frozenset({PR, S}), StateClass.REGENERABLE))
+        out.append(State(REFERENCE_KV, kv, frozenset({PR, PA, S}), StateClass.BOUNDARY))
     return out
 
 
 def naive_bytes(all_states: list[State]) -> float:
     """Everything resident at once."""
-    return sum(s.bytes for s in all_states if s.naive)
+    return Ledger(all_states).naive_total()
 
 
 def stage_bytes(all_states: list[State]) -> dict[Stage, float]:
     """By phase."""
-    stages = [stage for stage in Stage if stage is not PR or any(s.name == "reference weights" for s in all_states)]
-    return {stage: sum(s.at(stage) for s in all_states) for stage in stages}
+    return Ledger(all_states).planned_totals()
 
 
 def fits(all_states: list[State], gpu: Gpu) -> bool:

@@ -5,9 +5,25 @@ Shape legend: H hidden size, L layers, F feed-forward size, V vocabulary, h quer
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+
+@dataclass(frozen=True)
+class VisionShape:
+    """A vision tower, as far as the bytes of its activations depend on it."""
+
+    depth: int
+    hidden: int
+    ffn: int
+    heads: int
+    gated: bool
+    """The feed-forward part multiplies two projections (three matrices instead of two)."""
+    patches_per_token: int = 4
+    patch_values: int = 3 * 2 * 14 * 14
+    """Numbers in a patch: channels, frames, pixels."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +44,11 @@ class ModelShape:
     head_dim: int = 128
     qkv_bias: bool = True
     qk_norm: bool = False
+    vision: VisionShape | None = None
+    projector_params: int = 0
+    """Of vision_params; 0 in the table, which has no more than their sum."""
+    sizes: tuple[int, ...] = ()
+    """Elements of each parameter in the optimizer's order; empty for models of the table, which are not built."""
 
     @property
     def qkv_params(self) -> int:
@@ -76,14 +97,18 @@ def _shape(name: str, sizes: tuple[int, int, int, int, int, int], vision_params:
     return ModelShape(name, hidden, layers, ffn, heads, kv_heads, vocab, vision_params, **more)
 
 
-QWEN3: dict[str, Any] = dict(qkv_bias=False, qk_norm=True)
+SMALL_TOWER = VisionShape(32, 1280, 3420, 16, gated=True)
+LARGE_TOWER = VisionShape(32, 1280, 3456, 16, gated=True)
+QWEN3: dict[str, Any] = dict(
+    qkv_bias=False, qk_norm=True, vision=VisionShape(27, 1152, 4304, 16, gated=False, patch_values=3 * 2 * 16 * 16)
+)
 MODELS: dict[str, ModelShape] = {
     m.name: m
     for m in (
-        _shape("Qwen2.5-VL-3B", (2048, 36, 11008, 16, 2, 151936), 668_684_288, tied=True),
-        _shape("Qwen2.5-VL-7B", (3584, 28, 18944, 28, 4, 152064), 676_550_144),
-        _shape("Qwen2.5-VL-32B", (5120, 64, 27648, 40, 8, 152064), 688_841_984),
-        _shape("Qwen2.5-VL-72B", (8192, 80, 29568, 64, 8, 152064), 704_573_696),
+        _shape("Qwen2.5-VL-3B", (2048, 36, 11008, 16, 2, 151936), 668_684_288, tied=True, vision=SMALL_TOWER),
+        _shape("Qwen2.5-VL-7B", (3584, 28, 18944, 28, 4, 152064), 676_550_144, vision=SMALL_TOWER),
+        _shape("Qwen2.5-VL-32B", (5120, 64, 27648, 40, 8, 152064), 688_841_984, vision=LARGE_TOWER),
+        _shape("Qwen2.5-VL-72B", (8192, 80, 29568, 64, 8, 152064), 704_573_696, vision=LARGE_TOWER),
         _shape("Qwen3-VL-8B", (4096, 36, 12288, 32, 8, 151936), 576_388_336, **QWEN3),
         _shape("Qwen3-VL-32B", (5120, 64, 25600, 64, 8, 151936), 595_266_800, **QWEN3),
     )
@@ -121,4 +146,21 @@ def _from_folder(path: str) -> ModelShape:
         vision_params=sum(p.numel() for p in model.parameters() if id(p) not in language),
         tied=bool(config.tie_word_embeddings), head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
         qkv_bias=any(n.endswith("q_proj.bias") for n in names), qk_norm=any(n.endswith("q_norm.weight") for n in names),
+        projector_params=sum(p.numel() for n, p in model.named_parameters() if ".merger." in n),
+        vision=_tower(config.vision_config, names),
+        sizes=tuple(p.numel() for wide in (True, False) for p in model.parameters() if (p.ndim >= 2) is wide),
+    )  # fmt: skip
+
+
+def _tower(config: Any, names: Sequence[str]) -> VisionShape | None:
+    """None for a tower whose config has other names: the bytes of its activations are then not planned."""
+    wanted = ("depth", "hidden_size", "intermediate_size", "num_heads", "spatial_merge_size", "patch_size",
+              "temporal_patch_size")  # fmt: skip
+    if not all(isinstance(getattr(config, name, None), int) for name in wanted):
+        return None
+    gated = any("visual" in n and ".mlp.gate_proj" in n for n in names)
+    return VisionShape(
+        config.depth, config.hidden_size, config.intermediate_size, config.num_heads, gated,
+        patches_per_token=config.spatial_merge_size**2,
+        patch_values=3 * config.temporal_patch_size * config.patch_size**2,
     )  # fmt: skip

@@ -11,13 +11,14 @@ that decode, c tokens of context per row, kappa bytes of K/V per token.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from rollplex.planner.hardware import Gpu
 from rollplex.planner.models import ModelShape
+from rollplex.timeline import ROLLOUT_LANE, TRAIN_LANE, Span
 
 
 @dataclass(frozen=True)
@@ -205,11 +206,13 @@ def step_time(model: Model, w: Workload, place: Placement, schedule: str) -> Ste
 
 
 def run_lanes(
-    units: Sequence[Unit], finish: Sequence[float], opens: float, schedule: str, rates: Rates
-) -> tuple[float, float, float]:
+    units: Sequence[Unit], finish: Sequence[float], opens: float, schedule: str, rates: Rates,
+    note: Callable[[Unit, float, float], None] = lambda unit, start, end: None,
+) -> tuple[float, float, float]:  # fmt: skip
     """(end, end of the decode, train seconds beside it) of one replica.
 
     finish: when each group is complete, in decode seconds without co-runner. The decode stands at `progress` of them.
+    note: hears of each unit when it started and ended.
     """
     decode_end = max(finish)
     waiting, now, progress, beside = list(units), 0.0, 0.0, 0.0
@@ -225,6 +228,7 @@ def run_lanes(
             start = now
             now, progress, during = _advance(unit.seconds, start, progress, decode_end, rates)
             beside += during
+            note(unit, start, now)
         if decoding:  # it ended where the lane stopped waiting, or part way through the unit
             decoded = now if unit is None else start + during
     return now, decoded, beside
@@ -248,6 +252,25 @@ def _advance(work: float, now: float, progress: float, decode_end: float, rates:
         seconds = work / rates.r
         return now + seconds, progress + seconds / slow, seconds
     return now + left + (work - left * rates.r), max(progress, decode_end), left
+
+
+def lane_spans(model: Model, w: Workload, place: Placement, schedule: str) -> list[Span]:
+    """Both lanes of the first replica: the engine's prefill and decode, and every unit."""
+    lengths = np.array_split(response_lengths(w), place.replicas)[0]
+    per_engine = np.array_split(lengths, max(1, place.engines // place.replicas))
+    opens, finishes = zip(*(model.rollout(part.tolist(), w, place.rollout_tp) for part in per_engine), strict=True)
+    finish = [t for part in finishes for t in part]
+    units = [u for g, row in enumerate(lengths.tolist()) for u in model.units(g, row, w, place.train_tp)]
+    spans: list[Span] = []
+
+    def note(unit: Unit, start: float, end: float) -> None:
+        name = "suffix" if unit.needs_responses else "prefix"
+        spans.append(Span(TRAIN_LANE, name, start, end, {"group": unit.group}))
+
+    _, decoded, _ = run_lanes(units, finish, max(opens), schedule, model.rates, note)
+    prefill = Span(ROLLOUT_LANE, "prefill", 0.0, max(opens))
+    engine = [prefill, Span(ROLLOUT_LANE, "decode", max(opens), decoded)]
+    return engine + [replace(s, arguments=s.arguments | {"hidden": s.start < decoded}) for s in spans]
 
 
 def disaggregated_time(model: Model, w: Workload, place: Placement) -> StepTime:

@@ -1,0 +1,246 @@
+"""Bytes on the device of a run on one device, as its config sets it up: what the run's own ledger will record.
+
+Without `PhaseOffload` every state stays; with it each leaves in the stages that do not need it. Prefix work in the
+decode window holds the prefixes of the whole rollout batch; without it one pass at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rollplex.optim import packed
+from rollplex.planner.activations import prefix_activations, text_bytes
+from rollplex.planner.models import ModelShape
+from rollplex.residency import (
+    ACTIVATIONS,
+    ACTOR_KV,
+    ALL,
+    ENGINE_WEIGHTS,
+    GRADIENTS,
+    KV_POOL,
+    MASTERS,
+    MOMENTS,
+    OLD_KV,
+    PA,
+    PARAMETERS,
+    PR,
+    REFERENCE,
+    REFERENCE_KV,
+    R,
+    S,
+    State,
+    StateClass,
+    T,
+    U,
+    run_state,
+)
+
+OFFLOADABLE = (MOMENTS, MASTERS, REFERENCE, KV_POOL, ACTIVATIONS)
+"""What PhaseOffload's "auto" takes."""
+VOCAB_MULTIPLE = 64
+"""vLLM pads its vocabulary to a multiple of this."""
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """What a config says, as far as memory depends on it."""
+
+    itemsize: int = 4
+    """Bytes of a parameter: 4 float32, 2 bfloat16 (then with float32 masters)."""
+    prompts: int = 32
+    """Of a rollout batch."""
+    num_generations: int = 8
+    prompt_tokens: int = 1800
+    visual_share: float = 1.0
+    """Part of the prompt's tokens that are visual."""
+    max_completion_length: int = 256
+    num_mini_batches: int = 1
+    prompts_per_pass: int = 1
+    responses_per_pass: int | None = None
+    reference: bool = False
+    freeze: tuple[str, ...] = ()
+    """Parts that are not trained."""
+    prefix_checkpointing: bool = False
+    suffix_checkpointing: bool = False
+    prefix_on_host: bool = False
+    overlap: bool = False
+    streaming: bool = False
+    reuse: bool = False
+    """PrefillReuse: the engine's prompts are the actor's prefixes."""
+    prefix_budget_bytes: int | None = None
+    engine: str = "torch"
+    """torch, or vllm."""
+    shared_weights: bool = False
+    """vLLM computes with the trainer's tensors."""
+    engine_vision: bool = True
+    """vLLM has a vision tower."""
+    kv_cache_bytes: int | None = None
+    """Of vLLM's pool; None is what `kv_share` of the device leaves beside vLLM's weights."""
+    kv_share: float = 0.5
+    max_num_seqs: int = 256
+    releases_kv: bool = False
+    offload: tuple[str, ...] = ()
+    update_chunk_bytes: int | None = None
+    workspace_gib: float = 0.0
+    """Of contexts, kernels and fragmentation; no state of the run's ledger."""
+
+    @property
+    def on_host(self) -> bool:
+        return self.prefix_on_host or ACTIVATIONS in self.offload
+
+
+def run_states(m: ModelShape, s: RunSettings) -> list[State]:
+    """Every large state, in the order of the ledger."""
+    return [*_trainer_states(m, s), *_engine_states(m, s), *_pass_states(m, s), *_temporary(m, s)]
+
+
+def trained(m: ModelShape, s: RunSettings) -> int:
+    """Parameters that have gradients and optimizer states."""
+    parts = {
+        "language_model": m.language_params, "projector": m.projector_params,
+        "vision_tower": m.vision_params - m.projector_params,
+    }  # fmt: skip
+    return m.params - sum(size for name, size in parts.items() if name in s.freeze)
+
+
+def _trainer_states(m: ModelShape, s: RunSettings) -> Iterator[State]:
+    weights, learning = float(m.params * s.itemsize), trained(m, s)
+    narrow = s.itemsize < 4
+    kind = StateClass.REGENERABLE if narrow else StateClass.PERMANENT
+    yield run_state(PARAMETERS, weights, kind=kind)
+    optimizer = {MOMENTS: 8.0 * learning} | ({MASTERS: 4.0 * learning} if narrow else {})
+    part = _chunks_share(m, s, 12 if narrow else 8)
+    for name, size in optimizer.items():
+        gone = name in s.offload
+        yield run_state(name, size, resident=size * part if gone else None, left=0.0 if gone else size)
+    grown = {T, U} | ({PA, S} if s.streaming else set())
+    yield run_state(GRADIENTS, float(learning * s.itemsize), needed=frozenset(grown))
+    if s.reference:
+        needed = {S} | ({PR} if s.overlap else set()) | ({PA} if s.overlap and (s.streaming or s.reuse) else set())
+        left = 0.0 if REFERENCE in s.offload else weights
+        yield run_state(REFERENCE, weights, needed=frozenset(needed), left=left)
+
+
+def _chunks_share(m: ModelShape, s: RunSettings, per_element: int) -> float:
+    """Largest part of the optimizer states that is on the device at once: two neighbouring chunks."""
+    if s.update_chunk_bytes is None:
+        return 1.0
+    if not m.sizes:
+        return min(1.0, 2 * s.update_chunk_bytes / (per_element * m.params))
+    chunks = [sum(part) for part in packed([per_element * n for n in m.sizes], s.update_chunk_bytes)]
+    pairs = [a + b for a, b in zip(chunks, [*chunks[1:], 0], strict=True)]
+    return max(pairs) / sum(chunks)
+
+
+def _engine_states(m: ModelShape, s: RunSettings) -> Iterator[State]:
+    released = s.releases_kv or KV_POOL in s.offload
+    per_token = m.kv_bytes_per_token * s.itemsize / 2
+    if s.engine == "vllm":
+        if not s.shared_weights:
+            padding = -m.vocab % VOCAB_MULTIPLE * m.hidden * (1 if m.tied else 2)
+            own = float((m.params - (0 if s.engine_vision else m.vision_params) + padding) * s.itemsize)
+            yield run_state(ENGINE_WEIGHTS, own, left=own)
+        pool = float(s.kv_cache_bytes or 0)
+        yield run_state(KV_POOL, pool, left=0.0 if released else pool)
+        return
+    # TorchEngine: the prompts' K/V (the trainer's, with PrefillReuse) and room for what the rows sample.
+    prompts = 0.0 if s.reuse else s.prompts * s.prompt_tokens * per_token
+    rows = min(s.max_num_seqs, s.prompts * s.num_generations)
+    own = rows * (s.max_completion_length - 1) * per_token
+    yield run_state(KV_POOL, prompts + own, left=0.0 if released else own)
+
+
+def _pass_states(m: ModelShape, s: RunSettings) -> Iterator[State]:
+    per_token = m.kv_bytes_per_token * s.itemsize / 2
+    one_pass = min(s.prompts_per_pass, s.prompts)
+    held = s.prompts if s.overlap else one_pass
+    first = -(-s.prompts // s.num_mini_batches) if s.overlap or s.reuse else one_pass
+
+    def boundary(prompts: float) -> float:
+        return prompts * (s.prompt_tokens * per_token + m.hidden * s.itemsize)
+
+    if s.reference:
+        needed = frozenset({S} | ({PR, PA} if s.overlap else set()))
+        yield run_state(REFERENCE_KV, boundary(held), needed=needed)
+    if s.num_mini_batches > 1:
+        old = s.prompts - first if s.overlap or s.reuse else one_pass
+        yield run_state(OLD_KV, boundary(old), needed=frozenset({S} | ({PA} if s.overlap or s.reuse else set())))
+    early = {PA, S} if s.overlap else set()
+    early |= {R, PR, PA, S} if s.reuse else set()
+    tokens = first * s.prompt_tokens
+    saved = prefix_activations(
+        m, s.itemsize, tokens, s.visual_share * tokens, checkpointing=s.prefix_checkpointing
+    )  # fmt: skip
+    kv, here = boundary(first), 0.0 if s.on_host else saved
+    if s.prefix_budget_bytes is not None and kv + here > s.prefix_budget_bytes:
+        kv, here = (x * s.prefix_budget_bytes / (kv + here) for x in (kv, here))
+    yield run_state(ACTOR_KV, kv, needed=frozenset({T} | early))
+    yield run_state(ACTIVATIONS, saved, resident=here, needed=frozenset({T} | early))
+
+
+def _temporary(m: ModelShape, s: RunSettings) -> Iterator[State]:
+    """What the run's ledger has no name for: it lives inside one unit."""
+    rows = (s.responses_per_pass or s.num_generations) * min(s.prompts_per_pass, s.prompts)
+    suffix = rows * s.max_completion_length * text_bytes(m, s.itemsize, checkpointing=s.suffix_checkpointing)
+    stages = frozenset({T} | ({PA} if s.streaming else set()))
+    yield State("suffix activations", suffix, stages, StateClass.PHASE_LOCAL)
+    if s.workspace_gib:
+        yield State("workspace", s.workspace_gib * 1024**3, ALL, StateClass.PHASE_LOCAL)
+
+
+# ---- what to change when it does not fit ----
+
+
+def run_knobs(s: RunSettings, m: ModelShape) -> Iterator[tuple[str, Any]]:
+    """(setting, value), each a step further than the one before: first what costs no time, then what costs some."""
+    yield "offload", OFFLOADABLE[:4]
+    if s.engine == "vllm":
+        yield "shared_weights", True
+    yield "prefix_checkpointing", True
+    yield "suffix_checkpointing", True
+    yield "offload", OFFLOADABLE
+    largest = (8 if s.itemsize == 4 else 12) * max(m.sizes, default=m.vocab * m.hidden)
+    yield "update_chunk_bytes", largest
+    if s.responses_per_pass != 1:
+        yield "responses_per_pass", 1
+    for part in (2, 4, 8, 16):
+        if s.kv_cache_bytes:
+            yield "kv_cache_bytes", s.kv_cache_bytes // part
+        if s.engine == "torch" and s.max_num_seqs // part >= 1:
+            yield "max_num_seqs", s.max_num_seqs // part
+        if s.prompts // part >= 1:
+            yield "prompts", s.prompts // part
+    if s.itemsize == 4:
+        yield "itemsize", 2
+
+
+NAMES = {
+    "itemsize": "dtype", "prompts": "batch_size", "kv_cache_bytes": "kv_cache_memory_bytes",
+    "offload": "callbacks: PhaseOffload, offload", "update_chunk_bytes": "PhaseOffload's update_chunk_bytes",
+    "shared_weights": "callbacks: SharedWeights",
+}  # fmt: skip
+"""Settings as a config calls them, where it has another name."""
+
+
+def in_config_words(name: str, old: Any, new: Any) -> str:
+    """One change, as somebody would write it into the config."""
+    if name == "itemsize":
+        old, new = ({2: "bfloat16", 4: "float32"}[x] for x in (old, new))
+    if name == "offload":
+        old, new = old and list(old), "auto" if set(new) == set(OFFLOADABLE) else list(new)
+    return f"{NAMES.get(name, name)} {old or 'none'} -> {new}"
+
+
+def with_pool(s: RunSettings, m: ModelShape, device_bytes: float) -> RunSettings:
+    """The size of vLLM's pool, where the config leaves it to vLLM."""
+    if s.engine != "vllm" or s.kv_cache_bytes is not None:
+        return s
+    own = sum(state.bytes for state in _engine_states(m, s) if state.name == ENGINE_WEIGHTS)
+    return replace(s, kv_cache_bytes=max(0, int(s.kv_share * device_bytes - own)))
+
+
+def resident(s: RunSettings) -> RunSettings:
+    """The same run with nothing that leaves the device."""
+    return replace(s, offload=(), releases_kv=False, update_chunk_bytes=None, prefix_on_host=False)

@@ -1,0 +1,98 @@
+"""The tables and sentences of `rollplex plan`."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from rollplex.planner.calibrate import Calibration
+from rollplex.planner.plan import Plan
+from rollplex.reports.tables import ledger_table
+
+
+def memory_table(plan: Plan) -> Table:
+    """A row per state, a column per stage, per GPU."""
+    ledger = plan.ledger
+    whole = {s.name: s.bytes for s in ledger.states if s.naive}
+    title = f"{plan.shape.name}: on each of {plan.place.gpus} {plan.gpu.name}"
+    return ledger_table(title, ledger.planned(), {s.name: s.kind.value for s in ledger.states}, whole=whole)
+
+
+def time_table(plan: Plan) -> Table:
+    """Predicted seconds, against both baselines: serial with the prefix per response, and per group."""
+    table = Table(title="Predicted step; prefix once per response (unshared) or per group (shared)")
+    for name in ("schedule", "seconds", "rollout", "hidden", "serial, unshared / it", "serial, shared / it"):
+        table.add_column(name, justify="left" if name == "schedule" else "right")
+    bases = [plan.times[f"serial, {kind}"].total for kind in ("unshared", "shared")]
+    for name, time in plan.times.items():
+        ratios = (f"{base / time.total:.2f}" for base in bases)
+        table.add_row(name, f"{time.total:.1f}", f"{time.rollout:.1f}", f"{time.hidden:.1f}", *ratios)
+    return table
+
+
+def show_plan(plan: Plan, console: Console) -> None:
+    facts = plan.to_dict()
+    console.print(memory_table(plan))
+    room, peak = facts["gpu_gib"], max(facts["stages_gib"].values())
+    _show_residency(plan, console, room)
+    as_planned = "by phase" if plan.run is None else "as configured"
+    if plan.changes == []:
+        console.print(f"{as_planned} it fits: peak {peak:.1f} GiB of {room:.1f}")
+    elif plan.changes is None:
+        advice = "no knob of one node helps: use a smaller model or a larger GPU"
+        if plan.run is not None:
+            advice = "no setting helps on one device: use a smaller model or a larger GPU"
+        console.print(f"{as_planned} it does not fit: peak {peak:.1f} GiB of {room:.1f}, and {advice}")
+    else:
+        changes = ", ".join(plan.advice or [])
+        console.print(f"{as_planned} it does not fit: peak {peak:.1f} GiB of {room:.1f}; it does with {changes}")
+    if plan.run is None:
+        shares = ", ".join(f"{name} {100 * share:.1f} %" for name, share in facts["layout"].items())
+        console.print(
+            f"weights shared from train TP {plan.place.train_tp} to rollout TP {plan.place.rollout_tp}: {shares}; "
+            f"{facts['rebuilt_gib']:.2f} GiB rebuilt, where a second copy takes {facts['second_copy_gib']:.2f}"
+        )
+    console.print(time_table(plan))
+
+
+def _show_residency(plan: Plan, console: Console, room: float) -> None:
+    """What leaves the device and what stays, in this plan and in what this version does."""
+    naive = plan.to_dict()["naive_gib"]
+    whole = "fits" if naive <= room else "does not fit"
+    console.print(f"everything resident {whole}: {naive:.1f} GiB of {room:.1f}")
+    if plan.run is None:
+        console.print(
+            "By phase: what a phase does not need has left the device, as the callback PhaseOffload does it, and "
+            "trainer and engine share one copy of the weights."
+        )
+        if plan.place.train_tp > 1:
+            console.print("Training split over GPUs (train TP above 1) is planned only: this version does not do it.")
+    elif plan.run.offload:
+        console.print(f"PhaseOffload: {', '.join(plan.run.offload)} leave the device where they are not needed")
+    else:
+        console.print("Without the callback PhaseOffload nothing leaves the device before its last use")
+
+
+def show_calibration(found: Calibration, console: Console) -> None:
+    """What was measured, and how well the simulation meets the recorded steps."""
+    table = Table(title="Measured, alone and beside the other lane")
+    for name in ("what", "count", "alone, ms", "beside, ms"):
+        table.add_column(name, justify="left" if name == "what" else "right")
+    for name, row in found.measured.items():
+        alone, beside = (f"{1e3 * x:.2f}" if x is not None else "" for x in (row.alone, row.beside))
+        table.add_row(name, str(row.count), alone, beside)
+    console.print(table)
+    console.print(f"alpha {found.shown('alpha')}, r {found.shown('r')}, update and publish {found.update:.3f} s")
+    steps = Table(title="The recorded steps, simulated with these")
+    for name in ("step", "schedule", "recorded, s", "predicted, s", "error", "rollout recorded", "rollout predicted"):
+        steps.add_column(name, justify="left" if name == "schedule" else "right")
+    for s in found.steps:
+        steps.add_row(
+            s.name, s.schedule, f"{s.recorded:.3f}", f"{s.predicted:.3f}", f"{100 * s.error:+.1f} %",
+            f"{s.rollout_recorded:.3f}", f"{s.rollout_predicted:.3f}",
+        )  # fmt: skip
+    console.print(steps)
+    others = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in found.schedules.items())
+    console.print(f"the mean recorded step under each schedule: {others}")
+    if found.logged is not None:
+        console.print(f"mean of time/step in the run's metrics: {found.logged:.3f} s")
