@@ -248,7 +248,7 @@ def test_timeline_logger_keeps_the_latest_traces(model, tmp_path):
     spans = [event for event in trace if event["ph"] == "X"]
     assert {"rollout", "score", "train", "act_prefix", "act_backward", "decode"} <= {span["name"] for span in spans}
     assert all(span["dur"] >= 0 and span["ts"] >= 0 for span in spans)
-    assert {event["args"]["name"] for event in trace if event["ph"] == "M"} == {"phase", "rollout", "train"}
+    assert {event["args"]["name"] for event in trace if event["ph"] == "M"} == {"groups", "phase", "rollout", "train"}
 
 
 # ---- predictions ----
