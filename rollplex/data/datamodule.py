@@ -8,11 +8,14 @@ from typing import Any, Literal
 
 import torch
 from lightning import LightningDataModule
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from rollplex.data.batches import RankRows, RolloutBatchSampler, ShareSampler
 from rollplex.data.encode import BadRow, PromptEncoder
-from rollplex.data.records import Prompt, Sample
+from rollplex.data.encoded import EncodedRows
+from rollplex.data.images import MAX_IMAGE_PIXELS
+from rollplex.data.records import Prompt
+from rollplex.data.video import MAX_SECONDS
 from rollplex.models.registry import context_length
 from rollplex.tasks.base import Split, VLMTask
 
@@ -22,42 +25,6 @@ _SPLITS: dict[str, tuple[Split, ...]] = {
     "test": ("test",),
     "predict": ("test",),
 }
-
-
-class _EncodedRows(Dataset[Any]):
-    """Row number -> Prompt, or the BadRow that says why not (as a value: it must pass from a worker to the parent)."""
-
-    def __init__(self, task: VLMTask, split: Split, encoder: PromptEncoder, cache: bool) -> None:
-        self.task, self.split, self.encoder = task, split, encoder
-        self.rows = task.samples(split)
-        self.cache: dict[int, Prompt] | None = {} if cache else None
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def sample(self, number: int) -> Sample:
-        try:
-            return self.rows[number]
-        except Exception as error:
-            raise BadRow(f"{self.split}[{number}]", f"{type(error).__name__}: {error}") from error
-
-    def __getitem__(self, number: int) -> Prompt | BadRow:
-        if self.cache is not None and number in self.cache:
-            return self.cache[number]
-        try:
-            prompt = self.encoder.encode(self.task, self.sample(number))
-        except BadRow as bad:
-            return BadRow(bad.row_id, bad.reason)
-        if self.cache is not None:
-            self.cache[number] = prompt
-        return prompt
-
-    def ids(self) -> Iterator[str]:
-        for number in range(len(self)):
-            try:
-                yield self.sample(number).id
-            except BadRow:
-                continue
 
 
 class _PromptLoader:
@@ -117,8 +84,12 @@ class VLMDataModule(LightningDataModule):
         max_prompt_length: int | None = None,
         min_pixels: int | None = None,
         max_pixels: int | None = None,
+        max_image_pixels: int = MAX_IMAGE_PIXELS,
         video_fps: float = 2.0,
+        video_min_frames: int = 1,
         video_max_frames: int = 64,
+        video_max_seconds: float = MAX_SECONDS,
+        video_total_pixels: int | None = None,
         on_bad_row: Literal["skip", "error"] = "skip",
         cache_prompts: bool = False,
         num_workers: int = 0,
@@ -129,7 +100,8 @@ class VLMDataModule(LightningDataModule):
         val_batch_size: prompts per validation, test or predict batch; all rows are used there, in order.
         shuffle, seed: training order; another one each epoch.
         drop_last: leave an epoch's last, smaller batch out (the rows left out differ between epochs).
-        max_prompt_length, min_pixels, max_pixels, video_fps, video_max_frames: see `PromptEncoder`.
+        max_prompt_length, min_pixels, max_pixels, max_image_pixels, video_fps, video_min_frames, video_max_frames,
+            video_max_seconds, video_total_pixels: see `PromptEncoder`.
         on_bad_row: "skip" leaves a row that cannot be a prompt out of its batch (which gets smaller, or empty), warns
             once per row and lists it in `bad_rows`; "error" encodes every row at setup and stops at the first bad one,
             before any training step.
@@ -152,14 +124,18 @@ class VLMDataModule(LightningDataModule):
             "max_prompt_length": max_prompt_length,
             "min_pixels": min_pixels,
             "max_pixels": max_pixels,
+            "max_image_pixels": max_image_pixels,
             "video_fps": video_fps,
+            "video_min_frames": video_min_frames,
             "video_max_frames": video_max_frames,
+            "video_max_seconds": video_max_seconds,
+            "video_total_pixels": video_total_pixels,
         }
         self.on_bad_row = on_bad_row
         self.cache_prompts = cache_prompts
         self.num_workers = num_workers
         self._bad: dict[str, str] = {}
-        self._data: dict[Split, _EncodedRows] = {}
+        self._data: dict[Split, EncodedRows] = {}
         self._encoder: PromptEncoder | None = None
 
     def attach(self, processor: Any, *, longest: int | None = None) -> VLMDataModule:
@@ -203,7 +179,7 @@ class VLMDataModule(LightningDataModule):
         if split in self._data:
             return
         assert self._encoder is not None
-        data = _EncodedRows(self.task, split, self._encoder, self.cache_prompts)
+        data = EncodedRows(self.task, split, self._encoder, self.cache_prompts)
         name = type(self.task).__name__
         seen: set[str] = set()
         for row_id in data.ids():
@@ -252,7 +228,7 @@ class VLMDataModule(LightningDataModule):
             return []
         return self._loader(data, RolloutBatchSampler(len(data), self.val_batch_size, shuffle=False, drop_last=False))
 
-    def _loader(self, data: _EncodedRows, sampler: RolloutBatchSampler) -> _PromptLoader:
+    def _loader(self, data: EncodedRows, sampler: RolloutBatchSampler) -> _PromptLoader:
         rank, world = self._rank()
         loader: DataLoader[Any] = DataLoader(
             data,

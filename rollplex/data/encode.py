@@ -5,7 +5,9 @@ Shape legend: P prompt tokens.
 
 from __future__ import annotations
 
+import inspect
 import re
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,13 +15,22 @@ import numpy as np
 import torch
 from PIL import Image
 
-from rollplex.data.images import open_image
+from rollplex.data.images import MAX_IMAGE_PIXELS, open_image
 from rollplex.data.records import Prompt, Sample
-from rollplex.data.video import Video, open_video
+from rollplex.data.video import MAX_BYTES, MAX_SECONDS, Video, open_video
 from rollplex.tasks.base import VLMTask
 
 IMAGE, VIDEO = 1, 2
 """Values of mm_token_type_ids."""
+
+PICTURES_OF_A_ROW = 4
+"""All pictures of a row together may hold this many times `max_image_pixels`."""
+
+MEDIA_OF_A_ROW = 4096
+"""Most pictures and videos of a row, where max_prompt_length sets no lower bound (each needs a token)."""
+
+LONGEST_REASON = 500
+"""Letters kept of a reason: a broken row may be quoted in it, and a row can be of any size."""
 
 _BREAK = "\u200b"
 _MEDIA = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
@@ -29,6 +40,7 @@ class BadRow(ValueError):
     """A row that cannot become a prompt."""
 
     def __init__(self, row_id: str, reason: str) -> None:
+        reason = reason if len(reason) <= LONGEST_REASON else f"{reason[:LONGEST_REASON]} ..."
         super().__init__(row_id, reason)
         self.row_id = row_id
         self.reason = reason
@@ -52,8 +64,12 @@ class PromptEncoder:
         max_prompt_length: int | None = None,
         min_pixels: int | None = None,
         max_pixels: int | None = None,
+        max_image_pixels: int = MAX_IMAGE_PIXELS,
         video_fps: float = 2.0,
+        video_min_frames: int = 1,
         video_max_frames: int = 64,
+        video_max_seconds: float = MAX_SECONDS,
+        video_total_pixels: int | None = None,
     ) -> None:
         """Settings.
 
@@ -62,20 +78,36 @@ class PromptEncoder:
             is ever cut.
         min_pixels, max_pixels: smallest and largest area (pixels) of a picture or a video frame after the processor's
             resize; None keeps the processor's own. The engine gets the same pixels, so this is the only place.
+        max_image_pixels: most pixels of a picture or a frame as it is stored, before any resize; all pictures of a row
+            together may have four times as many. More is a `BadRow`, found before anything is decoded.
         video_fps: rate at which video files are decoded, and assumed of frames that come without `fps`.
-        video_max_frames: most frames of a video (see `open_video`).
+        video_min_frames, video_max_frames: fewest and most frames taken of a video (see `decode_video`).
+        video_max_seconds: a longer video file is a `BadRow`.
+        video_total_pixels: most pixels of a video's frames together after the resize: with more frames, each gets
+            smaller. A video whose frames would be smaller than the smallest allowed is a `BadRow`.
         """
         if getattr(processor, "chat_template", None) is None:
             raise ValueError(f"{type(processor).__name__} has no chat template: set processor.chat_template")
-        for name, value in (("max_prompt_length", max_prompt_length), ("video_max_frames", video_max_frames)):
+        for name, value in (
+            ("max_prompt_length", max_prompt_length), ("max_image_pixels", max_image_pixels),
+            ("video_max_frames", video_max_frames), ("video_total_pixels", video_total_pixels),
+        ):  # fmt: skip
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
-        if not video_fps > 0:
-            raise ValueError(f"video_fps={video_fps} must be positive")
+        for name, rate in (("video_fps", video_fps), ("video_max_seconds", video_max_seconds)):
+            if not rate > 0:
+                raise ValueError(f"{name}={rate} must be positive")
+        if not 1 <= video_min_frames <= video_max_frames:
+            raise ValueError(f"video_min_frames={video_min_frames} must be in 1..video_max_frames={video_max_frames}")
         self.processor = processor
         self.max_prompt_length = max_prompt_length
+        self.max_image_pixels = max_image_pixels
         self.video_fps = video_fps
-        self.video_max_frames = video_max_frames
+        self.video_limits: dict[str, Any] = {
+            "max_frames": video_max_frames, "min_frames": video_min_frames, "max_seconds": video_max_seconds,
+            "max_pixels": max_image_pixels,
+        }  # fmt: skip
+        self.video_total_pixels = video_total_pixels
         self.merge_size = int(getattr(getattr(processor, "image_processor", None), "merge_size", 1))
         self._size: dict[str, dict[str, int]] = {}
         for kind in ("image", "video"):
@@ -83,6 +115,8 @@ class PromptEncoder:
             if size is not None:
                 self._size[kind] = size
         self._special = _special_pattern(processor)
+        self._longest_text = _longest_text(processor, max_prompt_length)
+        self._most_media = max_prompt_length or MEDIA_OF_A_ROW
 
     def encode(self, task: VLMTask, sample: Sample) -> Prompt:
         """The prompt of one row, which is not touched. Raises `BadRow`, naming the row, for anything wrong with it."""
@@ -102,6 +136,7 @@ class PromptEncoder:
             raise ValueError("messages() must return a list with at least one message")
         images: list[Image.Image] = []
         videos: list[Video] = []
+        left, pixels, frame_bytes = self._most_media, PICTURES_OF_A_ROW * self.max_image_pixels, MAX_BYTES
         clean = []
         for message in messages:
             content = message["content"]
@@ -112,31 +147,41 @@ class PromptEncoder:
                 kind = part.get("type") if isinstance(part, Mapping) else None
                 if kind == "text":
                     parts.append({"type": "text", "text": self._as_plain_text(part["text"])})
+                elif kind in ("image", "video") and left == 0:
+                    raise ValueError(f"more than {self._most_media} pictures and videos, and each needs a token")
                 elif kind == "image":
-                    images.append(open_image(part["image"]))
+                    images.append(open_image(part["image"], max_pixels=min(pixels, self.max_image_pixels)))
+                    pixels -= images[-1].width * images[-1].height
+                    left -= 1
                     parts.append({"type": "image"})
                 elif kind == "video":
-                    videos.append(self._open_video(part))
+                    videos.append(self._open_video(part, frame_bytes))
+                    frame_bytes -= videos[-1].frames.nbytes
+                    left -= 1
                     parts.append({"type": "video"})
                 else:
                     raise ValueError(f"unknown part {kind!r} in a message: it must be text, image or video")
-            clean.append({"role": str(message["role"]), "content": parts})
+            clean.append({"role": self._as_plain_text(message["role"]), "content": parts})
         return clean, images, videos
 
-    def _open_video(self, part: Mapping[str, Any]) -> Video:
+    def _open_video(self, part: Mapping[str, Any], max_bytes: int) -> Video:
         return open_video(
-            part["video"], fps=part.get("fps"), default_fps=self.video_fps, max_frames=self.video_max_frames
+            part["video"], fps=part.get("fps"), default_fps=self.video_fps, max_bytes=max_bytes, **self.video_limits
         )
 
     def _as_plain_text(self, text: Any) -> str:
         if not isinstance(text, str):
-            raise ValueError(f"text must be a string, not {type(text).__name__}")
+            raise ValueError(f"text (and a role) must be a string, not {type(text).__name__}")
         return self._special.sub(lambda match: match[0][0] + _BREAK + match[0][1:], text)
 
     def _finish(
         self, sample: Sample, messages: list[dict[str, Any]], images: list[Image.Image], videos: list[Video]
     ) -> Prompt:
         text = self.processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        if self._longest_text is not None and len(text) > self._longest_text:
+            raise ValueError(
+                f"its {len(text)} letters cannot fit into max_prompt_length={self.max_prompt_length} tokens"
+            )
         output = self.processor(text=[text], return_tensors="pt", **self._arguments(text, images, videos))
         ids = output["input_ids"][0].long()
         types = output.get("mm_token_type_ids")
@@ -182,9 +227,26 @@ class PromptEncoder:
                     for v in videos
                 ],
             }
-            if "video" in self._size:
-                arguments["videos_kwargs"]["size"] = self._size["video"]
+            size = self._video_size(max(len(video.frames) for video in videos))
+            if size is not None:
+                arguments["videos_kwargs"]["size"] = size
         return arguments
+
+    def _video_size(self, frames: int) -> dict[str, int] | None:
+        """The `size` for videos of at most `frames` frames; None leaves the processor's own."""
+        if self.video_total_pixels is None:
+            return self._size.get("video")
+        part = self.processor.video_processor
+        size = self._size.get("video") or _resolve_size(part, "video", *(dict(part.size).get(e) for e in _EDGES))
+        assert size is not None
+        low, high = size["shortest_edge"], size["longest_edge"]
+        share = self.video_total_pixels // (1 if _counts_all_frames(part) else frames)
+        if share < low:
+            raise ValueError(
+                f"video_total_pixels={self.video_total_pixels} is {share} for each of {frames} frames, but a "
+                f"frame has at least {low}: lower video_max_frames or min_pixels"
+            )
+        return {"shortest_edge": low, "longest_edge": min(high, share)}
 
 
 def check_placeholders(
@@ -230,6 +292,15 @@ def _tensor(value: Any) -> torch.Tensor:
     return (tensor.float() if tensor.is_floating_point() else tensor.long()).contiguous()
 
 
+_EDGES = ("shortest_edge", "longest_edge")
+
+
+def _counts_all_frames(part: Any) -> bool:
+    """Whether the processor's size is of all frames together (Qwen3-VL), not of each (Qwen2-VL, Qwen2.5-VL)."""
+    resize = getattr(sys.modules[type(part).__module__], "smart_resize", None)
+    return resize is not None and "num_frames" in inspect.signature(resize).parameters
+
+
 def _resolve_size(part: Any, kind: str, min_pixels: int | None, max_pixels: int | None) -> dict[str, int] | None:
     """The `size` to pass to the image or video processor; None to leave it alone."""
     if part is None or (min_pixels is None and max_pixels is None):
@@ -245,6 +316,17 @@ def _resolve_size(part: Any, kind: str, min_pixels: int | None, max_pixels: int 
     if low > high:
         raise ValueError(f"min_pixels={low} is above max_pixels={high} (for the {kind} processor): set both")
     return {"shortest_edge": low, "longest_edge": high}
+
+
+def _longest_text(processor: Any, max_prompt_length: int | None) -> int | None:
+    """Letters that max_prompt_length tokens can hold at most: a longer text need not be tokenized to be refused.
+
+    No token holds more letters than the longest of the vocabulary. Normalisation may join some (NFC: up to three), so
+    four times as many are let through.
+    """
+    if max_prompt_length is None:
+        return None
+    return 4 * max(map(len, processor.tokenizer.get_vocab())) * max_prompt_length
 
 
 def _special_pattern(processor: Any) -> re.Pattern[str]:
