@@ -87,7 +87,7 @@ def evaluation_metrics(groups: Sequence[Group], task: VLMTask) -> dict[str, tupl
     rollouts = [r for g in groups for r in g.rollouts]
     put("completion_length", [float(len(r)) for r in rollouts])
     put("completions_truncated", [float(r.finish_reason == "length") for r in rollouts])
-    verdicts = [[_verdict(task, g.prompt.sample, r) for r in g.rollouts] for g in groups]
+    verdicts = [_verdicts(task, g) for g in groups]
     judged = [[v for v in row if v is not None] for row in verdicts if any(v is not None for v in row)]
     put("accuracy", [float(v) for row in judged for v in row])
     k = 1
@@ -105,6 +105,14 @@ def merge_means(parts: Sequence[Mapping[str, tuple[float, int]]]) -> dict[str, t
         weight = sum(w for _, w in means)
         out[name] = (means[0][0] if len(means) == 1 else sum(v * w for v, w in means) / weight, weight)
     return out
+
+
+def _verdicts(task: VLMTask, group: Group) -> list[bool | None]:
+    """Whether each response is right: by the first reward that judges and was given, else by `task.correct`."""
+    for reward in task.rewards:
+        if reward.judges and reward.name in group.components:
+            return [None if math.isnan(v) else v >= 1.0 for v in group.components[reward.name].tolist()]
+    return [_verdict(task, group.prompt.sample, rollout) for rollout in group.rollouts]
 
 
 def _verdict(task: VLMTask, sample: Sample, rollout: Rollout) -> bool | None:

@@ -7,14 +7,11 @@ import signal
 import threading
 import time
 from asyncio import CancelledError
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import FrameType, TracebackType
 from typing import Any, Literal
-
-from rollplex.data.records import Rollout, Sample
-from rollplex.tasks.base import VLMTask
 
 Reason = Literal["none", "nan", "raised", "timeout", "bad_type", "incomplete"]
 
@@ -53,8 +50,14 @@ class TimeLimit(AbstractContextManager["TimeLimit"]):
 
     REPEAT = 0.25
 
-    def __init__(self, seconds: float | None) -> None:
+    def __init__(self, seconds: float | None, allowed: float | None = None) -> None:
+        """seconds: after which the signal comes; None sends none.
+
+        allowed: what a reward that waits together with others is given, where another process keeps the limit; None is
+            `seconds`.
+        """
         self.seconds = seconds
+        self.allowed = seconds if allowed is None else allowed
         self.fired = False
         self._armed = False
         if seconds is None:
@@ -86,12 +89,12 @@ class TimeLimit(AbstractContextManager["TimeLimit"]):
             left = delay - (time.monotonic() - self._entered)
             signal.setitimer(signal.ITIMER_REAL, max(left, 1e-3), interval)
 
-    def arm(self) -> None:
+    def arm(self, extra: float = 0.0) -> None:
         self.fired = False
         if self.seconds is not None:
             signal.signal(signal.SIGALRM, self._on_alarm)  # the last reward may have set its own
             self._armed = True
-            signal.setitimer(signal.ITIMER_REAL, self.seconds, self.REPEAT)
+            signal.setitimer(signal.ITIMER_REAL, self.seconds + extra, self.REPEAT)
 
     def disarm(self) -> None:
         if self.seconds is not None:
@@ -104,15 +107,18 @@ class TimeLimit(AbstractContextManager["TimeLimit"]):
             raise RewardTimeout
 
 
-def call_reward(task: VLMTask, sample: Sample, rollout: Rollout, limit: TimeLimit) -> Outcome:
-    """Score one response. Never raises for what the reward does, except KeyboardInterrupt.
+def guarded(call: Callable[[], Any], limit: TimeLimit, extra: float = 0.0) -> tuple[Any, Outcome | None]:
+    """(what the user's code returned, None), or (None, its failure). Never raises for what that code does, except
+    KeyboardInterrupt.
 
     (Lightning's answer to SIGTERM is a SystemExit of its own class, which must reach the Trainer.)
+    extra: seconds beyond the limit.
     """
+    value: Any = None
     try:
         try:
-            limit.arm()
-            value = task.reward(sample, rollout)
+            limit.arm(extra)
+            value = call()
             limit.disarm()
         except RewardTimeout:
             limit.disarm()
@@ -121,12 +127,13 @@ def call_reward(task: VLMTask, sample: Sample, rollout: Rollout, limit: TimeLimi
             if type(error).__name__ == "SIGTERMException":
                 raise
             if not limit.fired:
-                return Outcome(reason="raised", message=describe(error))
+                reason: Reason = "timeout" if isinstance(error, TimeoutError) else "raised"
+                return None, Outcome(reason=reason, message=describe(error))
     except RewardTimeout:  # the alarm came again between an except and its disarm
         limit.disarm()
     if limit.fired:
-        return Outcome(reason="timeout", message=f"no reward within {limit.seconds} s")
-    return read_value(value)
+        return None, Outcome(reason="timeout", message=f"no reward within {limit.allowed} s")
+    return value, None
 
 
 def read_value(value: Any) -> Outcome:
@@ -147,6 +154,14 @@ def read_value(value: Any) -> Outcome:
         return Outcome(values)
     # Without a dict there is no component to tell apart: the whole response is missing.
     return Outcome(values if isinstance(value, Mapping) else {}, *problem)
+
+
+def read_score(name: str, value: Any) -> Outcome:
+    """What a reward with a name returned: one number, or None where it does not apply."""
+    number, reason, message = _read_number(value)
+    if reason is None:
+        return Outcome({name: number})
+    return Outcome({} if reason == "none" else {name: math.nan}, reason, f"{name}: {message}")
 
 
 def describe(error: BaseException) -> str:

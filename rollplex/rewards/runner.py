@@ -21,11 +21,15 @@ import torch
 
 from rollplex.data.records import Rollout, Sample
 from rollplex.grpo.advantages import combine_rewards
-from rollplex.rewards.outcome import Outcome, Reason, TimeLimit, call_reward
+from rollplex.rewards.outcome import Outcome, Reason, TimeLimit
+from rollplex.rewards.scorers import merge, named, score, scorers_of
 from rollplex.rewards.worker import Worker
 from rollplex.tasks.base import VLMTask
 
 log = logging.getLogger(__name__)
+
+Job = tuple[int, list[int]]
+"""Number of a scorer, and the places of the responses it scores in one call."""
 
 START_LIMIT = 300.0
 """Seconds a worker may take to import the task. It is not part of any reward's time limit."""
@@ -68,7 +72,7 @@ class RewardResult:
 
 
 class RewardRunner:
-    """Calls `task.reward` for the responses of a group.
+    """Calls `task.reward`, or each of `task.rewards`, for the responses of a group.
 
     A call that raises, is late, or returns None, NaN, an infinity or something that is not a number costs only its
     own response, which gets a missing reward (NaN) and is counted and logged with its row. KeyboardInterrupt and
@@ -81,6 +85,10 @@ class RewardRunner:
     workers >= 1 spreads the responses over spawned processes; a late one is killed and replaced, whatever it does.
     The task must then be picklable, cannot keep state between responses, and may start threads and subprocesses but
     no multiprocessing children.
+
+    One call is made for each response and each reward; where a reward is async or scores groups, one for each group:
+    the responses of an async reward then wait together, each with the time limit of its own, while a reward for groups
+    has one limit, and one failure, for all.
     """
 
     def __init__(
@@ -97,10 +105,12 @@ class RewardRunner:
             num_generations: G.
             timeout: seconds one response's reward may take; None is no limit.
             workers: processes; 0 is inline.
-            reward_weights: weight of every named reward ("reward" for a plain number); None weighs each by 1.
+            reward_weights: weight of every named reward ("reward" for a plain number); None weighs each by 1, or as
+                `task.rewards` say.
 
         Raises:
-            ValueError: a setting out of range, or a task that cannot be pickled with workers >= 1.
+            ValueError: a setting out of range, weights here and in `task.rewards`, two rewards of one name, or a task
+                that cannot be pickled with workers >= 1.
         """
         if num_generations < 1:
             raise ValueError(f"num_generations={num_generations} must be at least 1")
@@ -111,13 +121,20 @@ class RewardRunner:
         self.task = task
         self.num_generations = num_generations
         self.timeout = timeout
-        self.reward_weights = None if reward_weights is None else dict(reward_weights)
+        self.scorers = scorers_of(task)
+        self.reward_weights = _weights(task, reward_weights)
         self._num_workers = workers
         self._workers: list[Worker] = []
         self._closed = False
         self._at_exit = False
-        self._names_checked = False
+        self._names_checked = reward_weights is None
         self._task_bytes = b"" if workers == 0 else _pickle(task, f"task {type(task).__name__}")
+        if hanging := [reward.name for reward in task.rewards if reward.may_hang and workers == 0 and timeout]:
+            warnings.warn(
+                f"{', '.join(hanging)} may spin in code that reward_timeout cannot interrupt in this process; set "
+                "reward_workers to 1 or more",
+                stacklevel=2,
+            )
 
     def __enter__(self) -> RewardRunner:
         return self
@@ -156,8 +173,18 @@ class RewardRunner:
         if self._closed:
             raise RuntimeError("this RewardRunner is closed")
         self._check(sample, rollouts)
-        outcomes = self._inline(sample, rollouts) if self._num_workers == 0 else self._spread(sample, rollouts)
-        return self._collect(sample, [rollout.index for rollout in rollouts], outcomes)
+        jobs = [
+            (s, indices)
+            for s, scorer in enumerate(self.scorers)
+            for indices in ([[*range(len(rollouts))]] if scorer.together else [[i] for i in range(len(rollouts))])
+            if indices
+        ]
+        run = self._inline if self._num_workers == 0 else self._spread
+        found: list[list[Outcome]] = [[] for _ in rollouts]
+        for (_, indices), outcomes in zip(jobs, run(sample, rollouts, jobs), strict=True):
+            for i, outcome in zip(indices, outcomes, strict=True):
+                found[i].append(outcome)
+        return self._collect(sample, [rollout.index for rollout in rollouts], [merge(row) for row in found])
 
     def _check(self, sample: Sample, rollouts: Sequence[Rollout]) -> None:
         if len({rollout.group for rollout in rollouts}) > 1:
@@ -169,22 +196,24 @@ class RewardRunner:
                 f"num_generations={self.num_generations}"
             )
 
-    def _inline(self, sample: Sample, rollouts: Sequence[Rollout]) -> list[Outcome]:
+    def _inline(self, sample: Sample, rollouts: Sequence[Rollout], jobs: Sequence[Job]) -> list[list[Outcome]]:
         with TimeLimit(self.timeout) as limit:
-            return [call_reward(self.task, sample, rollout, limit) for rollout in rollouts]
+            return [score(self.scorers[s], sample, [rollouts[i] for i in indices], limit) for s, indices in jobs]
 
-    def _spread(self, sample: Sample, rollouts: Sequence[Rollout]) -> list[Outcome]:
+    def _spread(self, sample: Sample, rollouts: Sequence[Rollout], jobs: Sequence[Job]) -> list[list[Outcome]]:
         sample_bytes = _pickle(sample, f"row {sample.id}")
-        outcomes: list[Outcome | None] = [None] * len(rollouts)
-        pending = list(range(len(rollouts)))[::-1]
+        outcomes: list[list[Outcome] | Outcome | None] = [None] * len(jobs)
+        pending = list(range(len(jobs)))[::-1]
         try:
             while any(outcome is None for outcome in outcomes):
                 self.start()
                 for worker in list(self._workers):
                     if pending and worker.idle:
                         job = pending.pop()
+                        number, indices = jobs[job]
+                        work = pickle.dumps((number, _pickle_rollouts([rollouts[i] for i in indices])))
                         try:
-                            worker.submit(job, sample_bytes, _pickle_rollout(rollouts[job]))
+                            worker.submit(job, sample_bytes, work, self.scorers[number].extra_seconds)
                         except OSError:
                             outcomes[job] = self._bury(worker)
                 self._harvest(outcomes)
@@ -193,9 +222,13 @@ class RewardRunner:
             for worker in [worker for worker in self._workers if not worker.idle]:
                 self._drop(worker)
             raise
-        return [outcome for outcome in outcomes if outcome is not None]
+        return [self._of_job(outcome, *job) for outcome, job in zip(outcomes, jobs, strict=True) if outcome is not None]
 
-    def _harvest(self, outcomes: list[Outcome | None]) -> None:
+    def _of_job(self, outcome: list[Outcome] | Outcome, number: int, indices: Sequence[int]) -> list[Outcome]:
+        """One outcome for each response of a job; a failure of the whole is that of each."""
+        return outcome if isinstance(outcome, list) else [named(self.scorers[number], outcome)] * len(indices)
+
+    def _harvest(self, outcomes: list[list[Outcome] | Outcome | None]) -> None:
         """Wait for the next answer or deadline, and deal with all that are there."""
         waiting = [worker for worker in self._workers if not worker.idle]
         deadlines = [worker.deadline for worker in waiting if worker.deadline is not None]
@@ -204,6 +237,7 @@ class RewardRunner:
         for worker in waiting:
             job = worker.job
             if worker.conn in answered:
+                outcome: list[Outcome] | Outcome | None
                 try:
                     outcome = worker.receive()
                 except (EOFError, OSError):
@@ -296,8 +330,18 @@ def _pickle(thing: Any, what: str) -> bytes:
         ) from error
 
 
-def _pickle_rollout(rollout: Rollout) -> bytes:
+def _pickle_rollouts(rollouts: Sequence[Rollout]) -> bytes:
     # A view would be pickled with the whole storage it looks at.
-    return pickle.dumps(
-        replace(rollout, token_ids=rollout.token_ids.detach().cpu().clone(), logps=rollout.logps.detach().cpu().clone())
-    )
+    own = [(r, r.token_ids.detach().cpu().clone(), r.logps.detach().cpu().clone()) for r in rollouts]
+    return pickle.dumps([replace(r, token_ids=ids, logps=logps) for r, ids, logps in own])
+
+
+def _weights(task: VLMTask, given: Mapping[str, float] | None) -> dict[str, float] | None:
+    own = {reward.name: reward.weight for reward in task.rewards}
+    if given is None:
+        return own or None
+    if any(weight != 1.0 for weight in own.values()):
+        raise ValueError(
+            f"reward_weights={dict(given)} and the task's rewards have weights too ({own}); set them in one place"
+        )
+    return dict(given)

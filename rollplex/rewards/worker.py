@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from rollplex.rewards.outcome import Outcome, TimeLimit, call_reward, describe
+from rollplex.rewards.outcome import Outcome, TimeLimit, describe
+from rollplex.rewards.scorers import score, scorers_of
 
 HOME_CORES = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set[int]()
 """Cores that this process might use when it started."""
@@ -37,12 +38,12 @@ def worker_main(conn: Connection, task_bytes: bytes, timeout: float | None, core
         os.sched_setaffinity(0, cores)  # a lane's share of them may be what the thread that started it had
     torch.set_num_threads(1)  # the cores belong to the trainer; parallelism is the number of workers
     try:
-        task = pickle.loads(task_bytes)
+        scorers = scorers_of(pickle.loads(task_bytes))
     except BaseException as error:
         conn.send_bytes(pickle.dumps(describe(error)))
         return
     conn.send_bytes(pickle.dumps(None))
-    no_limit = TimeLimit(None)
+    no_limit = TimeLimit(None, allowed=timeout)
     # The parent kills in time. If it died first while C code holds the GIL here, only the kernel can.
     last_resort = timeout + GRACE if timeout is not None and hasattr(signal, "setitimer") else None
     sample_bytes, unpickled = b"", b""
@@ -50,23 +51,24 @@ def worker_main(conn: Connection, task_bytes: bytes, timeout: float | None, core
     try:
         while True:
             sample_bytes = conn.recv_bytes() or sample_bytes
-            rollout_bytes = conn.recv_bytes()
+            number, rollouts_bytes = pickle.loads(conn.recv_bytes())
             if last_resort is not None:
                 signal.setitimer(signal.ITIMER_REAL, last_resort)
             try:
                 if sample_bytes is not unpickled:
                     sample, unpickled = pickle.loads(sample_bytes), sample_bytes
-                rollout = pickle.loads(rollout_bytes)
+                rollouts = pickle.loads(rollouts_bytes)
             except Exception as error:
-                outcome = Outcome(reason="raised", message=f"row or response cannot be unpickled: {describe(error)}")
+                failed = f"row or response cannot be unpickled: {describe(error)}"
+                outcomes: list[Outcome] | Outcome = Outcome(reason="raised", message=failed)
             else:
                 try:
-                    outcome = call_reward(task, sample, rollout, no_limit)
+                    outcomes = score(scorers[number], sample, rollouts, no_limit)
                 except (SystemExit, KeyboardInterrupt) as error:  # the reward's own: no signal raises them here
-                    outcome = Outcome(reason="raised", message=describe(error))
+                    outcomes = Outcome(reason="raised", message=describe(error))
             if last_resort is not None:
                 signal.setitimer(signal.ITIMER_REAL, 0.0)
-            conn.send_bytes(pickle.dumps(outcome))
+            conn.send_bytes(pickle.dumps(outcomes))
     except (EOFError, OSError):
         return
 
@@ -100,19 +102,20 @@ class Worker:
     def idle(self) -> bool:
         return self.ready and self.job is None
 
-    def submit(self, job: int, sample: bytes, rollout: bytes) -> None:
+    def submit(self, job: int, sample: bytes, work: bytes, extra: float = 0.0) -> None:
         """Start a reward. The sample travels only when it differs from the last one.
 
+        work: pickled (number of the scorer, pickled list of responses). extra: seconds beyond the time limit.
         Raises OSError if the process is gone.
         """
         self.job = job
-        self.deadline = None if self._timeout is None else time.monotonic() + self._timeout
+        self.deadline = None if self._timeout is None else time.monotonic() + self._timeout + extra
         self.conn.send_bytes(b"" if sample is self._sample else sample)
-        self.conn.send_bytes(rollout)
+        self.conn.send_bytes(work)
         self._sample = sample
 
-    def receive(self) -> Outcome | None:
-        """The outcome of the job, or None when the process reports that it is ready.
+    def receive(self) -> list[Outcome] | Outcome | None:
+        """The outcomes of the job (one for all its responses if it failed), or None when the process says it is ready.
 
         Raises EOFError or OSError if the process is gone, RuntimeError if it could not load the task.
         """

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rollplex.data.records import Rollout, Sample
+
+if TYPE_CHECKING:
+    from rollplex.rewards.base import Reward
 
 Split = Literal["train", "validation", "test"]
 
@@ -16,6 +19,9 @@ class VLMTask:
     Only three methods matter: `samples`, `messages` and `reward`. Settings are the subclass's own keyword
     arguments.
     """
+
+    rewards: Sequence[Reward] = ()
+    """Rewards as objects (`rollplex.rewards`). If there are any, they score a response and `reward` is not called."""
 
     def samples(self, split: Split) -> Sequence[Sample]:
         """All rows of a split. Any object with `__len__` and `__getitem__` will do, so rows may be read lazily."""
@@ -33,10 +39,14 @@ class VLMTask:
         """Score one response (`response.text`, `response.token_ids`, `response.finish_reason`).
 
         A float, a dict of named floats (weighted by `reward_weights`), or None for "cannot be scored": the response
-        is then left out of the group's statistics and of the loss, and counted.
+        is then left out of the group's statistics and of the loss, and counted. May be `async`: the responses of a
+        group then wait together.
         """
         raise NotImplementedError(f"{type(self).__name__} must define reward(sample, response)")
 
     def correct(self, sample: Sample, response: Rollout) -> bool | None:
-        """For validation's pass@k: is the response right? None when the task has no such notion."""
+        """For validation's pass@k: is the response right? None when the task has no such notion.
+
+        Not called where one of `rewards` judges (`Reward.judges`): a response is then right if that one gave 1.
+        """
         return None
