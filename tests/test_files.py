@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import copy
 import io
 import json
 import pickle
@@ -227,6 +228,17 @@ def test_video_total_pixels_shrinks_the_frames(total, side, clip, tiny_processor
         BadRow, match=r"video_total_pixels=100 is 25 for each of 4 frames, but a frame has at least 784"
     ):
         prompts(task, tiny_processor, video_total_pixels=100, min_pixels=28 * 28)
+
+
+def test_video_total_pixels_where_the_processor_counts_all_frames_itself(tiny_processor, monkeypatch):
+    """Qwen3-VL's sizes are those of a whole video, so the budget is not shared among its frames."""
+    from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
+
+    for part, wanted in ((copy.copy(tiny_processor.video_processor), 250_000), (Qwen3VLVideoProcessor(), 1_000_000)):
+        part.size = {"shortest_edge": 4096, "longest_edge": 10**9}
+        monkeypatch.setattr(tiny_processor, "video_processor", part)
+        encoder = PromptEncoder(tiny_processor, video_total_pixels=1_000_000)
+        assert encoder._video_size(4) == {"shortest_edge": 4096, "longest_edge": wanted}
 
 
 @pytest.mark.parametrize(
