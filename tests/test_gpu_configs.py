@@ -10,12 +10,14 @@ import pytest
 import torch
 import yaml
 from helpers import picture
+from lightning.pytorch.cli import instantiate_class
 
 from rollplex import GRPOModule, Rollout, RollplexStrategy, VLMDataModule
 from rollplex.cli import main
 from rollplex.engines import VLLMEngine
 from rollplex.planner.configs import from_config
 from rollplex.planner.models import MODELS
+from rollplex.tasks.files import FileTask
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -25,9 +27,8 @@ SHAPE = MODELS["Qwen2.5-VL-7B"]
 
 @pytest.fixture(autouse=True)
 def in_the_clone(monkeypatch):
-    """Where commands are run: tasks of examples/ are found there."""
+    """Where commands are run."""
     monkeypatch.chdir(ROOT)
-    monkeypatch.syspath_prepend(str(ROOT))
 
 
 def changed(written: Any, parsed: Any, where: str = "") -> list[str]:
@@ -117,50 +118,24 @@ def test_numbers_of_a_7b_config_belong_together(path):
 # ---- their task ----
 
 
-@pytest.fixture
-def questions(tmp_path):
-    from examples.picture_questions import PictureQuestions
-
+@pytest.mark.parametrize("path", SEVEN, ids=lambda path: path.stem)
+def test_their_task_reads_rows_and_rewards_the_tagged_answer(path, tmp_path, tiny_processor):
     (tmp_path / "images").mkdir()
-    for n in range(3):
-        picture(56, 84, n).save(tmp_path / "images" / f"{n}.png")
-    rows = [
-        {"image": "images/0.png", "problem": "How long is AB?", "answer": 12},
-        {"image": ["images/1.png", "images/2.png"], "problem": "Which is larger?", "answer": "The left one"},
-        {"problem": "What is 1 + 1?", "answer": "2"},
-    ]
-    (tmp_path / "train.jsonl").write_text("\n\n".join(map(json.dumps, rows)) + "\n")
-    return PictureQuestions(str(tmp_path / "train.jsonl"))
-
-
-def test_the_example_task_reads_jsonl(questions, tiny_processor):
-    data = VLMDataModule(questions, batch_size=3, shuffle=False, on_bad_row="error").attach(tiny_processor)
+    picture(56, 84).save(tmp_path / "images" / "1.png")
+    row = {"problem": "<image>How long is AB?", "images": ["images/1.png"], "answer": "12 cm"}
+    (tmp_path / "train.jsonl").write_text(json.dumps(row) + "\n")
+    options = yaml.safe_load(path.read_text())["data"]["init_args"]["task"]["init_args"]
+    rewards = [instantiate_class((), reward) for reward in options.pop("rewards")]
+    files = {"path": str(tmp_path / "train.jsonl"), "validation_path": None}
+    task = FileTask(**options | files, rewards=rewards)
+    data = VLMDataModule(task, batch_size=1, on_bad_row="error").attach(tiny_processor)
     data.setup("fit")
-    (batch,) = list(data.train_dataloader())
-    assert [len(p.images) for p in batch] == [1, 2, 0]
-    assert "How long is AB?\nThink step by step" in batch[0].text
-    assert questions.samples("validation") == []
-
-
-@pytest.mark.parametrize(
-    ("row", "text", "expected"),
-    [
-        (0, "so <answer>12.0</answer>", (1.0, 0.1)),
-        (0, "<answer>12</answer> or <answer>12</answer>", (0.0, 0.0)),
-        (0, "12", (0.0, 0.0)),
-        (1, "<answer> the LEFT one </answer>", (1.0, 0.1)),
-        (1, "<answer>the right one</answer>", (0.0, 0.1)),
-    ],
-)
-def test_the_example_tasks_reward(questions, row, text, expected):
-    sample = questions.samples("train")[row]
-    response = Rollout(0, 0, torch.tensor([1]), torch.tensor([-1.0]), text, "stop", 0)
-    assert tuple(questions.reward(sample, response).values()) == expected
-    assert questions.correct(sample, response) == bool(expected[0])
-
-
-def test_the_example_task_names_a_bad_line(questions, tmp_path):
-    file = tmp_path / "train.jsonl"
-    file.write_text(file.read_text() + '{"problem": "no answer"}\n')
-    with pytest.raises(ValueError, match=r"train.jsonl, line 6: no object with problem and answer"):
-        questions.samples("train")
+    ((prompt,),) = list(data.train_dataloader())
+    assert len(prompt.images) == 1 and "How long is AB?\nThink step by step" in prompt.text
+    for text, expected in (
+        ("AB is <answer>12 CM</answer>", [1.0, 1.0]),
+        ("AB is <answer>13 cm</answer>", [0.0, 1.0]),
+        ("12 cm", [0.0, 0.0]),
+    ):
+        response = Rollout(0, 0, torch.tensor([1]), torch.tensor([-1.0]), text, "stop", 0)
+        assert [reward.score(prompt.sample, response) for reward in rewards] == expected
