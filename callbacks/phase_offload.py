@@ -118,8 +118,8 @@ class PhaseOffload(PhaseCallback):
                 )
             if not hasattr(strategy, "stream_update"):
                 raise ValueError(
-                    f"update_chunk_bytes={self.update_chunk_bytes} needs strategy rollplex: {type(strategy).__name__} "
-                    "steps all its states at once; set it to null"
+                    f"update_chunk_bytes={self.update_chunk_bytes} needs strategy rollplex or rollplex_ddp: "
+                    f"{type(strategy).__name__} steps all its states at once; set it to null"
                 )
         if self._permanent and hasattr(strategy, "stream_update"):
             strategy.stream_update(self.update_chunk_bytes)

@@ -307,6 +307,18 @@ def test_dist_07_offload_and_reload_change_nothing(solo, stage):
         }
 
 
+@pytest.mark.parametrize("stage", of("solo", (0, 1, 2), "phases{}"))
+def test_offload_by_phase_changes_no_bit(solo, stage):
+    result = solo[f"phases{stage}"]
+    assert same_bits(result["with"], result["without"]) and not result["wrong"]
+    masters = ["masters"] if stage else []
+    assert {"optimizer_moments", "reference_weights", "kv_pool", *masters} <= set(result["states"])
+    for name in ("optimizer_moments", *masters):
+        row = result["recorded"][name]
+        assert row["update"] > 0 and not any(size for key, size in row.items() if key != "update")
+    assert result["recorded"]["reference_weights"]["train"] == 0 < result["recorded"]["reference_weights"]["score"]
+
+
 @pytest.mark.parametrize("stage", of("solo", ZERO, "masters{}"))
 def test_sync_08_masters_of_a_bfloat16_model_move(solo, stage):
     result = solo[f"masters{stage}"]

@@ -55,6 +55,7 @@ SOLO: dict[str, Case] = {
     "stage": of_another("resume2", 1),
     **{f"engine_{t}": case(z.engine_weights, t) for t in (0, 100_000)},
     **{f"offload{s}": case(z.offload, s) for s in (1, 2)},
+    **{f"phases{s}": case(z.phase_offload, s) for s in (0, 1, 2)},
     **{f"masters{s}": untied(z.masters, s) for s in ZERO},
     "export2": case(z.export, 2),
 }
@@ -70,7 +71,7 @@ PAIR: dict[str, Case] = {
     "export3_untied": untied(z.export, 3),
 }
 QUICK = {
-    "solo": {"train1", "train2", "train3", "gradient3", "resume2", "stage", "parts", "offload2", "masters3"},
+    "solo": {"train1", "train2", "train3", "gradient3", "resume2", "stage", "parts", "offload2", "phases2", "masters3"},
     "pair": {
         "train0", "train2", "train3", "gradient3", "dapo_parts3", "text_image3", "uneven3", "alone3", "rows3", "resume0", "resume3",
         "engine_0", "export3",

@@ -19,7 +19,7 @@ from lightning.pytorch import Callback
 from runs import PictureTask, run
 
 from rollplex import GRPOModule, RollplexDDPStrategy, RollplexDeepSpeedStrategy, Sample
-from rollplex.callbacks import GroupStreaming, PrefixOverlap
+from rollplex.callbacks import GroupStreaming, PhaseOffload, PrefixOverlap
 from rollplex.phases import Phase, PhaseCallback
 from rollplex.ranks import Ranks
 from rollplex.units import UnitKind
@@ -202,6 +202,24 @@ def _sharded(states) -> list[torch.Tensor]:
     return [
         t.detach().clone() for t in [*optimizer.single_partition_of_fp32_groups, *optimizer.bit16_groups_flat, *moments]
     ]
+
+
+class KeepLedger(Callback):
+    def on_train_start(self, trainer, pl_module):
+        self.watch = pl_module.colocation.watch
+
+
+def phase_offload(model: str, root: Path, stage: int) -> dict[str, Any]:
+    """The same run with PhaseOffload and without, and what the ledger saw of the one with it."""
+    kept, moves = KeepLedger(), PhaseOffload()
+    without = train(model, root, stage, beta=0.04)
+    found = train(model, root, stage, beta=0.04, extra=[moves, kept])
+    recorded = kept.watch.ledger.recorded()
+    return {
+        "with": found["weights"], "without": without["weights"], "states": moves.states,
+        "wrong": kept.watch.mismatches,
+        "recorded": {name: {stage.key: size for stage, size in row.items()} for name, row in recorded.items()},
+    }  # fmt: skip
 
 
 def offload(model: str, root: Path, stage: int) -> dict[str, Any]:
