@@ -14,7 +14,7 @@ from torch import Tensor
 from rollplex.data.records import Rollout
 from rollplex.grpo.importance import MismatchStats
 from rollplex.timeline import ROLLOUT_LANE, TRAIN_LANE, Timeline
-from rollplex.units import ACCUMULATING_KINDS, PREFIX_KINDS, UnitKind
+from rollplex.units import ACCUMULATING_KINDS, PREFILL_KINDS, PREFIX_KINDS, UnitKind
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def trace_step(step: Any, norms: list[float], timeline: Timeline) -> StepTrace:
         kind, hidden = UnitKind(span.name), bool(span.arguments.get("hidden"))
         sort = "prefix" if kind in PREFIX_KINDS else "rewards_work" if kind is UnitKind.REWARD else "suffix"
         works[sort] += Work(1, int(hidden), span.seconds, span.seconds if hidden else 0.0)
-        reused += bool(span.arguments.get("prefill"))
+        reused += kind in PREFILL_KINDS and bool(span.arguments.get("prefill"))
         if kind in ACCUMULATING_KINDS:
             order.append((kind.value, int(span.arguments["index"])))
     first_pass = [step.totals[u].mismatch for u in range(step.num_mini_batches)]

@@ -134,7 +134,7 @@ class Admission:
 
     def fits(self, unit: object, kind: str, work: float, density: float, held_bytes: int) -> bool:
         """As `admits` for a unit that runs while the engine stands still: only its bytes count."""
-        if self._fits(kind, work, density, held_bytes):
+        if self.has_room(kind, work, density, held_bytes):
             return True
         self.refused["memory"].add(unit)
         return False
@@ -167,8 +167,13 @@ class Admission:
             raise ValueError(message)
         warnings.warn(f"{message}; prefixes of its size run after the rollout", stacklevel=2)
 
-    def _fits(self, kind: str, work: float, density: float, held_bytes: int) -> bool:
-        """Bytes per token grow with density, so the largest rate seen bounds every unit that is no denser. One that is
+    def within_budget(self, held_bytes: int) -> bool:
+        return self.budget_bytes is None or held_bytes <= self.budget_bytes
+
+    def has_room(self, kind: str, work: float, density: float, held_bytes: int) -> bool:
+        """As `fits`, counted nowhere.
+
+        Bytes per token grow with density, so the largest rate seen bounds every unit that is no denser. One that is
         denser than all before goes alone: then it fits, or the budget is too small for it at all."""
         rate, seen = self._rates.get(kind, (0.0, -1.0))
         if self.limit_bytes is not None and self.resident() + SLACK * rate * work > self.limit_bytes:
@@ -178,7 +183,7 @@ class Admission:
         return density <= seen and held_bytes + SLACK * rate * work <= self.budget_bytes
 
     def _refusal(self, kind: str, work: float, density: float, held_bytes: int | None) -> str | None:
-        if held_bytes is not None and not self._fits(kind, work, density, held_bytes):
+        if held_bytes is not None and not self.has_room(kind, work, density, held_bytes):
             return "memory"
         if self.probing:
             return "probe"

@@ -111,6 +111,15 @@ KEPT_ON_RESUME = (
 """Settings that live on in the checkpoint's optimizer and schedule: a changed one would be ignored."""
 
 
+def check_reference(saved: Any, module: Any) -> None:
+    """A run whose reference model is not the one it started from: ValueError. saved: the checkpoint's print of it."""
+    if module.reference is not None and saved not in (None, module._reference_print):
+        raise ValueError(
+            f"the reference model in model={module.hparams['model']!r} is not the one this run started from: its "
+            "weights have changed. Put the original folder back, or start a new run"
+        )
+
+
 def check_resume(saved: Mapping[str, Any], module: Any) -> None:
     """A training run that continues with other optimizer settings than it began with: ValueError."""
     trainer = getattr(module, "_trainer", None)

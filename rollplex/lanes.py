@@ -137,8 +137,8 @@ class RolloutLane:
     def submit(self, requests: Sequence[Request], *, limit: float | None = None) -> None:
         """Hand requests over; the engine's refusal (ValueError) is raised here."""
         event = self._streams.hand_over()
-        states = {id(r.prefix): r.prefix.state for r in requests if r.prefix is not None}
-        tensors = [t for state in states.values() if state is not None for t in state.leaves]
+        passes = {id(r.prefix): r.prefix for r in requests if r.prefix is not None}
+        tensors = [t for given in passes.values() for t in given.tensors()]
 
         def submit(engine: RolloutEngine) -> None:
             self._streams.take(event, tensors)

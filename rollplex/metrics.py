@@ -42,13 +42,18 @@ METRICS: dict[str, tuple[str, str]] = {
     "importance_capped": ("fraction", "tokens whose importance weight was truncated or masked"),
     "grad_norm": ("", "gradient norm before clipping, last update of the step"),
     "lr": ("", "learning rate of the last update"),
-    "prefix_bytes": ("bytes", "most prefix state held at once on the device: K/V and saved activations"),
+    "prefix_bytes": ("bytes", "most prefix state held at once on the device: vision features, K/V, saved activations"),
     "prefix_host_bytes": ("bytes", "most saved activations of prefixes held at once in host memory (prefix_on_host)"),
     "memory/{stage}": ("bytes", "most bytes of the ledger's states at once in a stage: rollout, prefix_ref, ..."),
     "memory/unaccounted": ("bytes", "most that the CUDA allocator had given out beyond the ledger's states"),
     "prefixes_recomputed": (
         "prompts",
         "computed again by the actor after the step's first update, at newer weights",
+    ),
+    "vision_passes": (
+        "passes",
+        "vision tower passes per prompt with pictures or videos: engine, actor, reference; without those of "
+        "checkpointing in backward",
     ),
     "rows_skipped": ("rows", "bad rows left out so far"),
     "updates": ("steps", "optimizer steps so far"),
@@ -61,6 +66,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "time/restore_kv": ("s", "time of taking it again before the next one"),
     "kv_bytes_released": ("bytes", "K/V memory that the engine gave back after the rollout"),
     "kv_bytes_restored": ("bytes", "K/V memory that it took again before the rollout"),
+    "time/vision": ("s", "time of vision passes before the rollout, whose features engine, actor and reference share"),
     "time/idle/{lane}": ("s", "time of the step in which a lane (rollout, train) did nothing"),
     "overlap_efficiency": (
         "fraction",
@@ -157,6 +163,7 @@ def step_tallies(step: GRPOStep) -> dict[str, Tally]:
     out["prefix_bytes"] = Tally(float(step.prefix_bytes_peak), how="max")
     out["prefix_host_bytes"] = Tally(float(step.prefix_host_bytes_peak), how="max")
     out["prefixes_recomputed"] = Tally(float(step.prefixes_recomputed), how="sum")
+    out["vision_passes"] = Tally(float(step.vision.passes), max(step.vision.seen(range(len(step.prompts))), 1e-12))
     out["prompt_length"] = _mean(float(len(p)) for p in step.prompts)
     out.update(_loss_tallies(step))
     return {k: v for k, v in out.items() if math.isfinite(v.total) and v.count}
@@ -204,6 +211,7 @@ def time_metrics(timeline: Timeline, seconds: float, tokens: int) -> dict[str, f
     out["time/window"] = timeline.seconds(ROLLOUT_LANE, "decode")
     for lane in (ROLLOUT_LANE, TRAIN_LANE):
         out[f"time/idle/{lane}"] = max(0.0, seconds - timeline.seconds(lane))
+    out["time/vision"] = timeline.seconds(TRAIN_LANE, "vision")
     prefixes = [s for s in timeline.spans() if s.lane == TRAIN_LANE and s.name.endswith("_prefix")]
     out["time/reused"] = sum(s.seconds for s in prefixes if s.arguments.get("prefill"))
     prefixes = [s for s in prefixes if not s.arguments.get("prefill")]

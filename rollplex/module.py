@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch import LightningModule
 
 from rollplex.checkpoints import RandomStates, WithRandomStates
-from rollplex.checks import KEPT_ON_RESUME, check_batches, check_resume, check_settings
+from rollplex.checks import KEPT_ON_RESUME, check_batches, check_reference, check_resume, check_settings
 from rollplex.data.records import Prompt, SamplingParams
 from rollplex.evaluation import WithEvaluation
 from rollplex.grpo.advantages import ScaleRewards
@@ -27,8 +27,10 @@ from rollplex.optim import make_optimizer
 from rollplex.rank_step import LockstepStep, RankStep, Share, agree_on_share
 from rollplex.ranks import Ranks
 from rollplex.rewards.runner import RewardRunner
-from rollplex.step import GRPOStep, StepSettings
+from rollplex.step import GRPOStep
+from rollplex.step_settings import StepSettings
 from rollplex.updates import GradientUpdate
+from rollplex.vision import vision_settings
 
 SchedulerType = Literal["constant", "constant_with_warmup", "linear", "cosine"]
 
@@ -154,6 +156,8 @@ class GRPOModule(WithRandomStates, WithEvaluation, LightningModule):
         self._processor: Any = None
         self._reference_print: list[float] | None = None
         self.random_states = RandomStates()
+        self._vision: dict[str, bool] = {}
+        """Of `StepSettings`: who reads one vision pass, found when training starts."""
 
     # ---- set-up ----
 
@@ -220,17 +224,18 @@ class GRPOModule(WithRandomStates, WithEvaluation, LightningModule):
 
     # ---- training ----
 
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        colocation = self.colocation
+        self._vision = vision_settings(
+            colocation.engine, self.actor, self.reference, share_prefix=self.hparams["share_prefix"],
+            sharded=colocation.executor.lockstep is not None,
+        )  # fmt: skip
+
     def new_step(self, prompts: list[Prompt], share: Share | None = None) -> GRPOStep:
         """share: the rank's part of the batch; None is all of it."""
         h = self.hparams
-        settings = StepSettings(
-            sampling=self.sampling(), loss=self.loss_settings,
-            **{k: h[k] for k in (
-                "num_generations", "scale_rewards", "mask_truncated_completions", "num_iterations",
-                "num_mini_batches", "prompts_per_pass", "responses_per_pass", "importance_sampling_mode",
-                "importance_sampling_cap", "share_prefix",
-            )},
-        )  # fmt: skip
+        settings = StepSettings.of(h, sampling=self.sampling(), loss=self.loss_settings, **self._vision)
         parts = (self.actor, self.reference, self._runners[h["num_generations"]], prompts, settings)
         if share is None:
             return GRPOStep(*parts)
@@ -336,8 +341,4 @@ class GRPOModule(WithRandomStates, WithEvaluation, LightningModule):
         if isinstance(random, list):
             random = random[min(self.ranks.rank, len(random) - 1)]
         self.random_states.load_state_dict(random)
-        if self.reference is not None and state["reference_print"] not in (None, self._reference_print):
-            raise ValueError(
-                f"the reference model in model={self.hparams['model']!r} is not the one this run started from: its "
-                "weights have changed. Put the original folder back, or start a new run"
-            )
+        check_reference(state["reference_print"], self)

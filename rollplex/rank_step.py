@@ -22,9 +22,11 @@ from rollplex.grpo.advantages import Advantages, group_advantages
 from rollplex.grpo.losses import loss_normalizer
 from rollplex.models.prefix import PrefixState
 from rollplex.models.split_model import SplitModel
+from rollplex.models.vision import VisionState
 from rollplex.ranks import Ranks
 from rollplex.step import PATCHES, GRPOStep
 from rollplex.totals import StepTotals
+from rollplex.vision import Reader
 
 
 @dataclass(frozen=True)
@@ -146,9 +148,12 @@ class LockstepStep(RankStep):
     def _prompts_of(self, b: Bundle) -> list[Prompt]:
         return super()._prompts_of(b) or [filler(self.actor)]
 
-    def _compute_prefix(self, b: Bundle, name: str, model: SplitModel, prompts: Sequence[Prompt]) -> PrefixState:
+    def _compute_prefix(
+        self, b: Bundle, name: Reader, model: SplitModel, prompts: Sequence[Prompt], vision: VisionState | None
+    ) -> PrefixState:
         if name == "ref":  # whole on every rank
-            return super()._compute_prefix(b, name, model, prompts)
+            return super()._compute_prefix(b, name, model, prompts, vision)
+        assert vision is None, "no vision features are shared where parameters are sharded"
         return model.prefix(prompts or [filler(model)], grad=name == "act", media=self._media[b.index])
 
     def _pad(self, rows: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
@@ -169,7 +174,7 @@ class LockstepStep(RankStep):
             if not self.settings.share_prefix:
                 prefix.backward()
 
-    def _score_suffix(self, b: Bundle, name: str, model: SplitModel) -> None:
+    def _score_suffix(self, b: Bundle, name: Reader, model: SplitModel) -> None:
         if b.groups:
             super()._score_suffix(b, name, model)
             return

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from rollplex.admission import Admission
+from rollplex.before_rollout import BeforeRollout
 from rollplex.cores import LaneThreads
 from rollplex.data.records import Request, Rollout
 from rollplex.lanes import Drained, EngineError, Event, Failed, Finished, RolloutLane, WindowClosed, WindowOpened
@@ -21,7 +22,7 @@ from rollplex.phases import Notify, Phase, PhaseMachine
 from rollplex.ranks import Ranks
 from rollplex.streams import LaneStreams
 from rollplex.timeline import PHASES, ROLLOUT_LANE, TRAIN_LANE, Timeline
-from rollplex.units import ACTOR_KINDS, ORDERED_KINDS, PREFILL_KINDS, PREFIX_KINDS, Unit, UnitId, UnitKind
+from rollplex.units import ACTOR_KINDS, ORDERED_KINDS, PREFIX_KINDS, Unit, UnitId, UnitKind
 
 
 @dataclass
@@ -53,7 +54,7 @@ class StopRequested(KeyboardInterrupt):
     """The run was asked to stop (Ctrl-C, SIGTERM) and the current step was given up before any update."""
 
 
-class Executor:
+class Executor(BeforeRollout):
     """Runs a step's units on the calling (train) thread, beside the rollout lane."""
 
     def __init__(
@@ -106,7 +107,7 @@ class Executor:
     ) -> None:
         """ROLLOUT, SCORE and TRAIN of the first mini-batch.
 
-        `requests` is asked once the prefixes that the engine can reuse are there. `collect` takes each finished
+        `requests` is asked once what the engine is handed (features, prefixes) is there. `collect` takes each finished
         response and returns the group's index when that group is now complete.
         """
         pending = _by_order(units)
@@ -115,6 +116,7 @@ class Executor:
         self.admission.start_step()
         with self._guard():
             self.enter(Phase.ROLLOUT)
+            self._vision(pending, state)
             self._prefill(pending, state)
             self._submit(requests(), state)
             self._overlapped(pending, state, collect)
@@ -225,20 +227,6 @@ class Executor:
             return bool(self.openers) and (unit.kind in PREFIX_KINDS or state.is_next_in_order(unit))
         return self._admitted(unit, state)
 
-    def _prefill(self, pending: list[Unit], state: ScheduleState) -> None:
-        if not (self.reuse_prefill and self.lane.engine.takes_prefix):
-            return
-        if self.lockstep is not None:
-            raise ValueError(
-                "callbacks: PrefillReuse takes the trainer's prefixes before the decode, and with parameters sharded "
-                "over several ranks (ZeRO-3) each rank would have to wait for all; take it out, or use ZeRO-2"
-            )
-        for unit in [u for u in pending if u.kind in PREFILL_KINDS and self._ready(u, state)]:
-            self.check_stop()
-            if self.admission.fits(unit.id, unit.kind.value, unit.work, unit.density, self.held_bytes()):
-                pending.remove(unit)
-                self._run(unit, state, prefill=True)
-
     def _learn_decode_times(self) -> None:
         for span in self.timeline.spans():
             if span.lane == ROLLOUT_LANE and span.name == "decode":
@@ -282,7 +270,7 @@ class Executor:
         if not any(opener(unit, state) for opener in self.openers):
             return False
         held = self.held_bytes() if unit.kind in PREFIX_KINDS else None
-        return self.admission.admits(unit.id, unit.kind.value, unit.work, unit.density, held)
+        return self.admission.admits(unit.id, unit.sort, unit.work, unit.density, held)
 
     def _finish(self, pending: list[Unit], state: ScheduleState, phase: Phase, *, stoppable: bool = True) -> None:
         while any(u.phase is phase for u in pending):
@@ -293,10 +281,11 @@ class Executor:
             pending.remove(unit)
             self._run(unit, state)
 
-    def _run(self, unit: Unit, state: ScheduleState, *, prefill: bool = False) -> None:
+    def _run(self, unit: Unit, state: ScheduleState, *, before: bool = False) -> None:
+        """before: the engine is handed the result, and stands still until then."""
         self._notify("on_unit_start", unit)
-        hidden = self.machine.phase is Phase.ROLLOUT and not prefill
-        held = self.held_bytes()
+        hidden = self.machine.phase is Phase.ROLLOUT and not before
+        held, sort = self.held_bytes(), unit.sort
         self.threads.co_running = hidden
         self.threads.apply(TRAIN_LANE)
         start = time.perf_counter()
@@ -310,12 +299,12 @@ class Executor:
             self.threads.co_running = False
             self.threads.apply(TRAIN_LANE)
             end = time.perf_counter()
-            self.timeline.add(TRAIN_LANE, unit.kind.value, start, end, index=unit.index, hidden=hidden, prefill=prefill)
-        self.admission.measurements.add_unit(unit.kind.value, end - start, unit.work, hidden)
-        if unit.kind in PREFIX_KINDS and (self.openers or self.reuse_prefill):
+            self.timeline.add(TRAIN_LANE, unit.kind.value, start, end, index=unit.index, hidden=hidden, prefill=before)
+        self.admission.measurements.add_unit(sort, end - start, unit.work, hidden)
+        if unit.kind in PREFIX_KINDS and (self.openers or self.reuse_prefill or unit.kind is UnitKind.VISION):
             grown = self.held_bytes() - held
-            early = hidden or prefill
-            self.admission.learn_bytes(str(unit), unit.kind.value, unit.work, unit.density, grown, early=early)
+            early = (hidden or before) and unit.kind is not UnitKind.VISION  # which can do without its graph
+            self.admission.learn_bytes(str(unit), sort, unit.work, unit.density, grown, early=early)
         state.done.add(unit.id)
         self._notify("on_unit_end", unit)
 

@@ -12,48 +12,33 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rollplex.bundles import Bundle, make_bundles
-from rollplex.data.records import Group, PrefixPass, Prompt, Request, Rollout, SamplingParams
-from rollplex.grpo.advantages import Advantages, ScaleRewards, group_advantages
-from rollplex.grpo.importance import ImportanceMode, importance_weights, mismatch_stats
-from rollplex.grpo.losses import LossSettings, kept_responses, loss_normalizer, policy_loss_sums
+from rollplex.data.records import Group, PrefixPass, Prompt, Request, Rollout
+from rollplex.grpo.advantages import Advantages, group_advantages
+from rollplex.grpo.importance import importance_weights, mismatch_stats
+from rollplex.grpo.losses import kept_responses, loss_normalizer, policy_loss_sums
 from rollplex.models.prefix import PrefixState
 from rollplex.models.split_model import SplitModel
+from rollplex.models.vision import VisionState
+from rollplex.response_rows import ResponseRows
 from rollplex.rewards.runner import RewardFailure, RewardRunner
 from rollplex.seeds import request_seed
+from rollplex.step_settings import StepSettings
 from rollplex.totals import StepTotals
 from rollplex.units import PREFIX_KINDS, Unit, UnitId, UnitKind
+from rollplex.vision import Reader, VisionPasses
 
 PATCHES = ("pixel_values", "pixel_values_videos")
 """Media tensors with one row per vision patch."""
 
 
-@dataclass(frozen=True)
-class StepSettings:
-    """What a step needs to know, beyond models and prompts."""
-
-    num_generations: int
-    sampling: SamplingParams
-    loss: LossSettings
-    scale_rewards: ScaleRewards = "group"
-    mask_truncated_completions: bool = False
-    num_iterations: int = 1
-    num_mini_batches: int = 1
-    prompts_per_pass: int = 1
-    responses_per_pass: int | None = None
-    """Responses of each prompt in one suffix pass; None takes all G."""
-    share_prefix: bool = True
-    """False recomputes the prefix for each response inside its suffix unit: what other systems do, as a baseline."""
-    importance_sampling_mode: ImportanceMode | None = None
-    importance_sampling_cap: float = 3.0
-
-
 @dataclass
-class GRPOStep:
+class GRPOStep(ResponseRows):
     """State of one rollout batch from its prompts to its last update."""
 
     actor: SplitModel
@@ -64,6 +49,7 @@ class GRPOStep:
 
     bundles: list[Bundle] = field(init=False)
     rollouts: list[list[Rollout | None]] = field(init=False)
+    vision: VisionPasses = field(init=False)
     groups: dict[int, Group] = field(default_factory=dict)
     prefix_bytes_peak: int = 0
     """Most bytes of prefix state held at once on the device."""
@@ -80,6 +66,7 @@ class GRPOStep:
 
     def __post_init__(self) -> None:
         self.bundles = self._make_bundles()
+        self.vision = VisionPasses(self.actor, self.prompts, self.settings)
         self._version = self.actor.version
         self.rollouts = [[None] * self.settings.num_generations for _ in self.prompts]
 
@@ -105,7 +92,11 @@ class GRPOStep:
 
     def _prefix_pass(self, b: Bundle) -> PrefixPass:
         states = [self.prefixes.get((name, b.index)) for name in ("act", "old")]
-        return PrefixPass(b.index, b.groups, next((s for s in states if s is not None), None))
+        state = next((s for s in states if s is not None), None)
+        vision = self.vision.of(b, "engine") if state is None else None
+        if state is None and vision is None:
+            self.vision.ran(b.groups)  # it will be, by the engine
+        return PrefixPass(b.index, b.groups, state, vision)
 
     @property
     def tokens(self) -> int:
@@ -148,14 +139,19 @@ class GRPOStep:
     def _scoring_units(self) -> list[Unit]:
         units = [Unit(UnitKind.REWARD, g, partial(self._score, g), (g,)) for g in range(len(self.prompts))]
         for b in self.bundles:
+            if self.vision.shared(b):
+                run, lean = (partial(self._vision, b, graph=graph) for graph in (True, False))
+                units.append(self._unit(UnitKind.VISION, b, run, lean=lean))
             if self.reference is not None and b.groups:
                 units += self._no_grad_units(b, "ref", self.reference, UnitKind.REF_PREFIX, UnitKind.REF_SUFFIX)
             if b.mini_batch > 0:  # the first mini-batch's own log-probs are those of the rollout's weights
                 units += self._no_grad_units(b, "old", self.actor, UnitKind.OLD_PREFIX, UnitKind.OLD_SUFFIX)
         return units
 
-    def _no_grad_units(self, b: Bundle, name: str, model: SplitModel, first: UnitKind, second: UnitKind) -> list[Unit]:
-        units = [self._unit(first, b, lambda: self._prefix(b, name, model))]
+    def _no_grad_units(
+        self, b: Bundle, name: Reader, model: SplitModel, first: UnitKind, second: UnitKind
+    ) -> list[Unit]:
+        units = [self._unit(first, b, lambda: self._prefix(b, name, model), needs=self.vision.needs(b))]
         units += [self._unit(second, b, lambda: self._score_suffix(b, name, model), needs=[(first, b.index)])]
         return units if self.settings.share_prefix else [self._unit(second, b, units[1].run)]
 
@@ -168,19 +164,23 @@ class GRPOStep:
             needs += [(UnitKind.REF_SUFFIX, b.index)] if self.reference is not None and b.groups else []
         if not self.settings.share_prefix:
             return [self._unit(suffix, b, lambda: self._train_suffix(b, update), needs=needs[1:])]
+        first, tower = self.vision.needs(b) if update == 0 else [], partial(self.vision.runs_tower, b)
         return [
-            self._unit(prefix, b, lambda: self._prefix(b, "act", self.actor)),
+            self._unit(prefix, b, lambda: self._prefix(b, "act", self.actor), needs=first, runs_tower=tower),
             self._unit(suffix, b, lambda: self._train_suffix(b, update), needs=needs),
-            self._unit(backward, b, lambda: self._backward(b), needs=[(suffix, b.index)]),
+            self._unit(backward, b, lambda: self._backward(b, update), needs=[(suffix, b.index)]),
         ]
 
-    def _unit(self, kind: UnitKind, b: Bundle, run: Callable[[], None], *, needs: Sequence[UnitId] = ()) -> Unit:
+    def _unit(
+        self, kind: UnitKind, b: Bundle, run: Callable[[], None], *, needs: Sequence[UnitId] = (), **more: Any
+    ) -> Unit:
         prompts = self._prompts_of(b)
         tokens = sum(len(p) for p in prompts)
         patches = sum(int(p.media[k].shape[0]) for p in prompts for k in PATCHES if k in p.media)
         return Unit(
-            kind, b.index, run, b.groups, tuple(needs), kind not in PREFIX_KINDS, float(tokens), patches / tokens
-        )
+            kind, b.index, run, b.groups, tuple(needs), kind not in PREFIX_KINDS, float(tokens), patches / tokens,
+            **more,
+        )  # fmt: skip
 
     # ---- what the units do ----
 
@@ -192,36 +192,54 @@ class GRPOStep:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of prefix state alive: boundary tensors and, with a graph, saved activations."""
-        return sum(p.nbytes + p.saved_bytes for p in self.prefixes.values())
+        """Bytes of prefix state alive: vision features, boundary tensors and, with a graph, saved activations."""
+        return self.vision.held_bytes + sum(p.nbytes + p.saved_bytes for p in self.prefixes.values())
 
     def _prompts_of(self, b: Bundle) -> list[Prompt]:
         return [self.prompts[g] for g in b.groups]
 
-    def _compute_prefix(self, b: Bundle, name: str, model: SplitModel, prompts: Sequence[Prompt]) -> PrefixState:
-        return model.prefix(prompts, grad=name == "act")
-
-    def _prefix(self, b: Bundle, name: str, model: SplitModel) -> None:
-        self.prefixes[name, b.index] = self._compute_prefix(b, name, model, self._prompts_of(b))
+    def _note_bytes(self) -> None:
         self.prefix_bytes_peak = max(self.prefix_bytes_peak, self.held_bytes)
-        on_host = sum(p.host_bytes for p in self.prefixes.values())
+        on_host = self.vision.host_bytes + sum(p.host_bytes for p in self.prefixes.values())
         self.prefix_host_bytes_peak = max(self.prefix_host_bytes_peak, on_host)
-        self.prefixes_recomputed += len(b.groups) if name == "act" and model.version > self._version else 0
 
-    def _prefix_of(self, b: Bundle, name: str, model: SplitModel, rows: Sequence[tuple[int, int]]) -> PrefixState:
+    def _vision(self, b: Bundle, *, graph: bool) -> None:
+        self.vision.compute(b, graph=graph)
+        self._note_bytes()
+
+    def _compute_prefix(
+        self, b: Bundle, name: Reader, model: SplitModel, prompts: Sequence[Prompt], vision: VisionState | None
+    ) -> PrefixState:
+        return model.prefix(prompts, grad=name == "act", vision=vision)
+
+    def _prefix(self, b: Bundle, name: Reader, model: SplitModel) -> None:
+        self.prefixes[name, b.index] = self._run_prefix(name, model, b, b.groups, self.vision.of(b, name))
+        self._note_bytes()
+
+    def _run_prefix(
+        self, name: Reader, model: SplitModel, b: Bundle, groups: Sequence[int], vision: VisionState | None = None
+    ) -> PrefixState:
+        self.prefixes_recomputed += len(groups) if name == "act" and model.version > self._version else 0
+        if vision is None:
+            self.vision.ran(groups)
+        prompts = [self.prompts[g] for g in groups] or self._prompts_of(b)
+        return self._compute_prefix(b, name, model, prompts, vision)
+
+    def _prefix_of(self, b: Bundle, name: Reader, model: SplitModel, rows: Sequence[tuple[int, int]]) -> PrefixState:
         """The bundle's shared prefix, or one of its own for each row."""
         if self.settings.share_prefix:
             return self.prefixes[name, b.index]
-        self.prefixes_recomputed += len(rows) if name == "act" and model.version > self._version else 0
-        return self._compute_prefix(b, name, model, [self.prompts[g] for g, _ in rows])
+        return self._run_prefix(name, model, b, [g for g, _ in rows])
 
-    def _score_suffix(self, b: Bundle, name: str, model: SplitModel) -> None:
+    def _score_suffix(self, b: Bundle, name: Reader, model: SplitModel) -> None:
         for rows in self._passes(b):
             prefix = self._prefix_of(b, name, model, rows)
             ids_NR, lengths_N = self._pad(rows)
             out = model.suffix(prefix, ids_NR, lengths_N, temperature=self.settings.sampling.temperature, grad=False)
             self._keep(name, rows, out.logps_NR)
         self.prefixes.pop((name, b.index), prefix).free()
+        if name == "old":
+            self.vision.done(b, last=False)
 
     def _train_suffix(self, b: Bundle, update: int) -> None:
         s = self.settings
@@ -252,49 +270,12 @@ class GRPOStep:
             if not s.share_prefix:
                 prefix.backward()
 
-    def _backward(self, b: Bundle) -> None:
+    def _backward(self, b: Bundle, update: int) -> None:
         self.actor.before_prefix_backward()
         self.prefixes.pop(("act", b.index)).backward()
+        self.vision.done(b, last=update >= self.num_updates - self.num_mini_batches)
 
-    # ---- rows of a suffix pass ----
-
-    def _passes(self, b: Bundle) -> list[list[tuple[int, int]]]:
-        """(group, response) rows of each suffix pass: of every prompt its g shortest left, so that padding is small."""
-        g = self.settings.responses_per_pass or self.settings.num_generations
-        by_length = {j: sorted(range(len(self.rollouts[j])), key=lambda i: len(self._rollout(j, i))) for j in b.groups}
-        starts = range(0, self.settings.num_generations, g)
-        return [[(j, i) for j in b.groups for i in by_length[j][start : start + g]] for start in starts]
-
-    def _rollout(self, g: int, i: int) -> Rollout:
-        rollout = self.rollouts[g][i]
-        assert rollout is not None
-        return rollout
-
-    def _pad(self, rows: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-        """(N, R) ids right-padded with 0, (N,) lengths; R is at least 1."""
-        ids = [self._rollout(g, i).token_ids for g, i in rows]
-        lengths_N = torch.tensor([len(x) for x in ids])
-        ids_NR = torch.zeros(len(ids), max(1, int(lengths_N.max())), dtype=torch.long)
-        for n, x in enumerate(ids):
-            ids_NR[n, : len(x)] = x
-        return ids_NR, lengths_N
-
-    def _keep(self, name: str, rows: Sequence[tuple[int, int]], logps_NR: Tensor) -> None:
-        logps_NR = logps_NR.detach().cpu()
-        for n, (g, i) in enumerate(rows):
-            row = self._logps.setdefault((name, g), torch.zeros(self.settings.num_generations, 0))
-            width = max(row.shape[1], logps_NR.shape[1])
-            row = torch.nn.functional.pad(row, (0, width - row.shape[1]))
-            row[i, : logps_NR.shape[1]] = logps_NR[n]
-            self._logps[name, g] = row
-
-    def _padded(self, name: str, rows: Sequence[tuple[int, int]], width: int) -> Tensor:
-        out_NR = torch.zeros(len(rows), width)
-        for n, (g, i) in enumerate(rows):
-            values = self._rollout(g, i).logps if name == "engine" else self._logps[name, g][i]
-            length = min(len(self._rollout(g, i)), width)
-            out_NR[n, :length] = values[:length]
-        return out_NR
+    # ---- advantages and what counts ----
 
     def _advantages_of(self, rows: Sequence[tuple[int, int]]) -> Tensor:
         return torch.stack([self.advantages(g).advantages_BG[self._row(g), i] for g, i in rows])

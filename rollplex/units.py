@@ -10,6 +10,7 @@ from rollplex.phases import Phase
 
 
 class UnitKind(StrEnum):
+    VISION = "vision"
     REWARD = "reward"
     REF_PREFIX = "ref_prefix"
     REF_SUFFIX = "ref_suffix"
@@ -21,6 +22,7 @@ class UnitKind(StrEnum):
 
 
 PHASE_OF: dict[UnitKind, Phase] = {
+    UnitKind.VISION: Phase.SCORE,
     UnitKind.REWARD: Phase.SCORE,
     UnitKind.REF_PREFIX: Phase.SCORE,
     UnitKind.REF_SUFFIX: Phase.SCORE,
@@ -32,7 +34,7 @@ PHASE_OF: dict[UnitKind, Phase] = {
 }
 """The phase a unit belongs to; run earlier, it is hidden under the rollout."""
 
-PREFIX_KINDS = frozenset({UnitKind.REF_PREFIX, UnitKind.OLD_PREFIX, UnitKind.ACT_PREFIX})
+PREFIX_KINDS = frozenset({UnitKind.VISION, UnitKind.REF_PREFIX, UnitKind.OLD_PREFIX, UnitKind.ACT_PREFIX})
 """Units that need no response."""
 
 PREFILL_KINDS = frozenset({UnitKind.OLD_PREFIX, UnitKind.ACT_PREFIX})
@@ -75,9 +77,21 @@ class Unit:
     density: float = 0.0
     """Vision patches per prompt token."""
 
+    lean: Callable[[], None] | None = None
+    """In the place of `run`, or after it, where the budget has no room: the same result, less held for backward."""
+
+    runs_tower: Callable[[], bool] | None = None
+    """Asked before it runs: whether it runs the vision tower itself, though most of its kind read shared features."""
+
     @property
     def id(self) -> UnitId:
         return (self.kind, self.index)
+
+    @property
+    def sort(self) -> str:
+        """What it is measured with: units of equal speed and size per token."""
+        tower = self.runs_tower is not None and self.runs_tower()
+        return f"{self.kind.value}, tower included" if tower else self.kind.value
 
     @property
     def phase(self) -> Phase:

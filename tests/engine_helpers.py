@@ -8,6 +8,7 @@ import torch
 
 from rollplex.data.records import Request, Rollout
 from rollplex.engines import EngineContext, RolloutEngine, TorchEngine, WindowState
+from rollplex.models.split_model import SplitModel
 
 END = 258  # <|im_end|>
 VISION = (259, 260, 262, 263)
@@ -60,3 +61,55 @@ def trainer_logps(actor, prompt, rollout: Rollout, temperature: float) -> torch.
     ids = rollout.token_ids[None]
     out = actor.suffix(prefix, ids, torch.tensor([ids.shape[1]]), temperature=temperature, grad=False)
     return out.logps_NR[0]
+
+
+class Borrowed(RolloutEngine):
+    """A running engine for one training run after another, where a start takes long.
+
+    It computes with the weights of `source`, into which the run's are copied at each publish; `close` puts those back
+    that it was lent with.
+    """
+
+    def __init__(self, engine: RolloutEngine, source: SplitModel) -> None:
+        self.engine, self.source = engine, source
+        self.takes_prefix, self.takes_vision = engine.takes_prefix, engine.takes_vision
+        self._lent = [p.detach().clone() for p in source.hf.parameters()]
+
+    def start(self, context: EngineContext) -> None:
+        assert self.engine.window is WindowState.IDLE
+        self._model = context.model
+        self.publish(context.model.version)
+
+    def publish(self, version: int) -> None:
+        self._fill(self._model.hf.parameters(), version)
+
+    def _fill(self, weights, version: int) -> None:
+        with torch.no_grad():
+            for p, value in zip(self.source.hf.parameters(), weights, strict=True):
+                p.copy_(value)
+        self.engine.publish(version)
+
+    def close(self) -> None:
+        self.engine.abort()
+        self._fill(self._lent, 0)
+
+    def submit(self, requests) -> None:
+        self.engine.submit(requests)
+
+    def step(self) -> list[Rollout]:
+        return self.engine.step()
+
+    def abort(self) -> list[Rollout]:
+        return self.engine.abort()
+
+    @property
+    def window(self) -> WindowState:
+        return self.engine.window
+
+    @property
+    def num_running(self) -> int:
+        return self.engine.num_running
+
+    @property
+    def progress(self) -> int:
+        return self.engine.progress

@@ -45,7 +45,11 @@ LAYERS = [
         | {"reports", "residency", "rewards", "tasks", "timeline", "weights"},
     ),
     ("engines", {"engines"}),
-    ("schedule", {"evaluation", "lanes", "rank_step", "schedule", "step"}),
+    (
+        "schedule",
+        {"before_rollout", "evaluation", "lanes", "rank_step", "response_rows", "schedule", "step"}
+        | {"step_settings", "vision"},
+    ),
     (
         "strategy",
         {"colocation", "ddp_strategy", "strategy"}

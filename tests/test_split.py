@@ -65,11 +65,13 @@ def reference(model, bundles, responses, weights, temperature, banned):
     return all_logps, {k: p.grad for k, p in model.named_parameters()}
 
 
-def split(actor: Qwen2_5VL, bundles, responses, weights, temperature, micro=None):
+def split(actor: Qwen2_5VL, bundles, responses, weights, temperature, micro=None, cut=False):
+    """cut: with vision features as a third cut."""
     actor.hf.zero_grad()
     all_logps = []
     for prompts, (ids_NR, lengths_N), w_NR in zip(bundles, responses, weights, strict=True):
-        state = actor.prefix(prompts, grad=True)
+        vision = actor.vision(prompts, grad=True) if cut else None
+        state = actor.prefix(prompts, grad=True, vision=vision)
         b, g = len(prompts), len(ids_NR) // len(prompts)
         out_logps = torch.zeros_like(w_NR)
         for start in range(0, g, micro or g):
@@ -112,14 +114,43 @@ def test_split_temperature(temperature, tiny_parity_model, tiny_processor):
     compare("image", 2, tiny_parity_model, tiny_processor, temperature=temperature)
 
 
-def compare(kind, g, model, processor, temperature=1.0, micro=None, **options):
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("options", [{}, {"prefix_checkpointing": True}, {"prefix_on_host": True}], ids=str)
+def test_vision_cut_equals_monolithic_and_changes_no_bit(kind, options, tiny_parity_model, tiny_processor):
+    compare(kind, 2, tiny_parity_model, tiny_processor, cut=True, **options)
+    actor = Qwen2_5VL(copy.deepcopy(tiny_parity_model), **options)
+    bundles = prompts_for(kind, tiny_processor)
+    responses = [responses_for(len(b), 3, longest=5, seed=i) for i, b in enumerate(bundles)]
+    ones = [torch.ones(ids.shape) for ids, _ in responses]
+    (_, whole), (_, parts) = (split(actor, bundles, responses, ones, 1.0, micro=2, cut=cut) for cut in (False, True))
+    for name, grad in whole.items():
+        assert (grad is None and parts[name] is None) or torch.equal(grad, parts[name]), name
+
+
+@pytest.mark.parametrize("frozen", [["vision_tower"], ["vision_tower", "projector"]], ids=str)
+def test_vision_cut_of_frozen_parts(frozen, tiny_parity_model, tiny_processor):
+    """What is not trained gets no gradient, the rest the same."""
+    actor = Qwen2_5VL(tiny_parity_model)
+    actor.freeze(frozen)
+    bundles = prompts_for("video_and_image", tiny_processor)
+    responses = [responses_for(1, 2, longest=5)]
+    ones = [torch.ones(ids.shape) for ids, _ in responses]
+    (_, whole), (_, parts) = (split(actor, bundles, responses, ones, 1.0, cut=cut) for cut in (False, True))
+    for name, grad in whole.items():
+        assert (grad is None and parts[name] is None) or torch.equal(grad, parts[name]), name
+    trained = [name for name, grad in parts.items() if grad is not None]
+    assert ("model.visual.merger.mlp.0.weight" in trained) == (frozen == ["vision_tower"])
+    assert not any(".visual.blocks" in name for name in trained) and len(trained) > 20
+
+
+def compare(kind, g, model, processor, temperature=1.0, micro=None, cut=False, **options):
     actor = Qwen2_5VL(copy.deepcopy(model), **options)
     bundles = prompts_for(kind, processor)
     responses = [responses_for(len(b), g, longest=9, seed=i) for i, b in enumerate(bundles)]
     generator = torch.Generator().manual_seed(5)
     weights = [torch.randn(ids.shape, generator=generator) for ids, _ in responses]
     expected, expected_grads = reference(model, bundles, responses, weights, temperature, actor.banned_token_ids)
-    logps, grads = split(actor, bundles, responses, weights, temperature, micro)
+    logps, grads = split(actor, bundles, responses, weights, temperature, micro, cut)
     for a, b in zip(logps, expected, strict=True):
         assert (a - b).abs().max() <= BAR if len(b) else len(a) == 0
     checked = 0

@@ -16,19 +16,21 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from engine_helpers import END, VISION, generate, requests_for, run, started, trainer_logps
+from engine_helpers import END, VISION, Borrowed, generate, requests_for, run, started, trainer_logps
 from helpers import make_prompt, picture
 from lightning.pytorch.callbacks import ModelCheckpoint
 from runs import run as train
 from runs import same_bits, weights
+from test_vision_sharing import MediaTask
 
 from rollplex.callbacks import GroupStreaming, PrefixOverlap, SharedWeights
-from rollplex.data.records import Request, Rollout, SamplingParams
+from rollplex.data.records import PrefixPass, Request, Rollout, SamplingParams
 from rollplex.engines import EngineContext, TorchEngine, VLLMEngine, WindowState, vllm_inputs
 from rollplex.engines import vllm_patches as patches
 from rollplex.engines.sampling import RuleBook, support
 from rollplex.engines.vllm_sharing import SharedWeights as Sharing
 from rollplex.engines.vllm_sharing import whole_views
+from rollplex.models.prefix import StalePrefixError
 from rollplex.models.qwen2_5_vl import Qwen2_5VL
 from rollplex.models.tiny import build_tiny_in_memory
 from rollplex.phases import PhaseCallback
@@ -695,24 +697,116 @@ def vision_bytes(actor) -> int:
     return sum(p.nbytes for p in actor.hf.model.visual.parameters())
 
 
-def test_vision_01_embeddings_of_the_trainers_tower(actor, tiny_processor, prompts):
-    """No vision weights in the engine; tokens equal generate's, before and after an update, copied or shared."""
-    requests = requests_for(prompts, SamplingParams(max_tokens=12, temperature=0), g=2)
+@pytest.fixture(scope="module")
+def seer() -> Qwen2_5VL:
+    """The model whose tower sees for `blind`."""
+    return Qwen2_5VL(build_tiny_in_memory(init_std=0.1, seed=1)[0].train())
+
+
+@pytest.fixture(scope="module")
+def blind(seer, tiny_processor):
+    """An engine without a vision tower, with the weights of `seer`; every test leaves it idle and at version 0."""
     engine = VLLMEngine(**SETTINGS, vision="shared")
-    try:
-        engine.start(EngineContext(model=actor, processor=tiny_processor, device=CPU))
-        assert not [n for n, p in vllm_model(engine).named_parameters() if "visual" in n]
-        assert engine.copied_bytes == sum(p.nbytes for p in actor.hf.parameters()) - vision_bytes(actor)
-        flags = {n: m.training for n, m in actor.hf.named_modules()}
-        for version in range(2):
-            with changed_weights(actor, engine) if version else nullcontext():
-                got = run(engine, requests)
+    engine.start(EngineContext(model=seer, processor=tiny_processor, device=CPU))
+    yield engine
+    engine.close()
+
+
+def test_vision_01_embeddings_of_the_trainers_tower(seer, blind, prompts):
+    """No vision weights in the engine; tokens equal generate's, before and after an update, with features that come
+    with the requests (each pass its own prompt) or without."""
+    params = SamplingParams(max_tokens=12, temperature=0)
+    assert not [n for n, p in vllm_model(blind).named_parameters() if "visual" in n]
+    assert blind.copied_bytes == sum(p.nbytes for p in seer.hf.parameters()) - vision_bytes(seer)
+    flags = {n: m.training for n, m in seer.hf.named_modules()}
+    for version in range(2):
+        with changed_weights(seer, blind) if version else nullcontext():
+            for handed in (False, True):
+                requests = requests_for(prompts, params, g=2)
+                if handed:
+                    seer.version = version
+                    requests = [with_features(r, seer) for r in requests]
+                got = run(blind, requests)
                 for (b, _), rollout in got.items():
-                    assert rollout.token_ids.tolist() == generate(actor.hf, prompts[b], 12), prompts[b].sample.id
-                assert max(wrong(actor, prompts, got)) < 1e-5
-        assert {n: m.training for n, m in actor.hf.named_modules()} == flags
-    finally:
-        engine.close()
+                    assert rollout.token_ids.tolist() == generate(seer.hf, prompts[b], 12), prompts[b].sample.id
+                assert max(wrong(seer, prompts, got)) < 1e-5
+    seer.version = 0
+    blind.publish(0)
+    assert {n: m.training for n, m in seer.hf.named_modules()} == flags
+
+
+def with_features(request: Request, model) -> Request:
+    """As a step of training makes it, one prompt in a pass."""
+    vision = model.vision([request.prompt], grad=True) if request.prompt.media else None
+    return replace(request, prefix=PrefixPass(request.group, (request.group,), vision=vision))
+
+
+def test_vision_03_features_that_come_are_taken_and_stale_ones_refused(seer, blind, prompts, monkeypatch):
+    """Of one pass over three prompts of one length, the middle one without a picture."""
+    params = SamplingParams(max_tokens=8)
+    b = next(p for p in prompts if len(p.media) == 2 and "image_grid_thw" in p.media)
+    text = replace(prompts[0], input_ids=prompts[0].input_ids.repeat(9)[: len(b)])
+    text = replace(text, mm_token_type_ids=torch.zeros_like(text.input_ids))
+    other = replace(b, media=b.media | {"pixel_values": b.media["pixel_values"].flip(0)})
+    bundle = [b, text, other]
+    own = run(blind, requests_for(bundle, params, g=2))
+    given = PrefixPass(0, (0, 1, 2), vision=seer.vision(bundle, grad=True))
+    requests = [replace(r, prefix=given) for r in requests_for(bundle, params, g=2)]
+    monkeypatch.setattr(blind._converter._tower, "vision", None)  # would be called
+    got = run(blind, requests)
+    assert all(same(got[k], own[k]) for k in own)
+    assert not torch.equal(got[0, 0].logps, got[2, 0].logps)
+    blind.publish(1)
+    with pytest.raises(StalePrefixError, match="version 0"):
+        blind.submit(requests)
+    assert blind.window is WindowState.IDLE
+    blind.publish(0)
+
+
+@pytest.fixture(scope="module")
+def seen_once(parity_folder, tmp_path_factory, seer, blind):
+    return fit(parity_folder, tmp_path_factory.mktemp("seen_once"), engine=Borrowed(blind, seer))
+
+
+@pytest.mark.parametrize(
+    "callbacks",
+    [lambda: [PrefixOverlap()], lambda: [PrefixOverlap(), GroupStreaming(deterministic=True)]],
+    ids=["overlap", "streaming"],
+)
+def test_vision_04_one_pass_under_every_schedule(
+    parity_folder, tmp_path, seer, blind, seen_once, callbacks, monkeypatch
+):
+    """3 updates of all weights, bit for bit; the engine samples with features of the present weights each time."""
+    monkeypatch.setattr(blind._converter._tower, "vision", None)
+    module = fit(parity_folder, tmp_path, callbacks(), engine=Borrowed(blind, seer))
+    assert same_bits(weights(module), weights(seen_once))
+    for ours, theirs in zip(module.seen, seen_once.seen, strict=True):
+        for a, b in zip(ours["groups"], theirs["groups"], strict=True):
+            assert all(torch.equal(x.token_ids, y.token_ids) for x, y in zip(a.rollouts, b.rollouts, strict=True))
+        assert ours["metrics"]["vision_passes"] == 1
+        assert ours["metrics"]["mismatch_max"] < 1e-5
+
+
+def test_vision_05_training_is_that_of_an_engine_with_a_tower(serial, seen_once):
+    """vLLM's own tower rounds differently, but samples the same tokens here, and from those training is the same."""
+    trained, groups = serial[:2]
+    for ours, theirs in zip(seen_once.seen, groups, strict=True):
+        for a, b in zip(ours["groups"], theirs, strict=True):
+            assert all(torch.equal(x.token_ids, y.token_ids) for x, y in zip(a.rollouts, b.rollouts, strict=True))
+    assert same_bits(weights(seen_once), trained)
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_vision_06_videos_references_and_several_updates(parity_folder, tmp_path, seer, blind, frozen):
+    """A frozen tower: one pass for all. A trained one: the reference's, and the actor's after each update, too."""
+    settings = dict(task=MediaTask(rows=4), beta=0.04, num_mini_batches=2, num_iterations=2)
+    settings |= {"freeze": ["vision_tower", "projector"]} if frozen else {}
+    callbacks = [PrefixOverlap(), GroupStreaming(deterministic=True)]
+    module = fit(parity_folder, tmp_path, callbacks, engine=Borrowed(blind, seer), model=settings)
+    for out in module.seen:
+        later = sum(bool(g.prompt.media) for g in out["groups"][2:])  # of 3 in the batch; they train after an update
+        assert out["metrics"]["vision_passes"] == (1 if frozen else (3 + 3 + later + 3) / 3)
+        assert out["metrics"]["mismatch_max"] < 1e-5
 
 
 def test_vision_02_nothing_is_stored_twice(actor, tiny_processor, prompts):
@@ -864,12 +958,13 @@ class Memory(PhaseCallback):
         self.copied.append(trainer.strategy.colocation.engine.copied_bytes)
 
 
-def fit(folder, root, callbacks=(), *, steps=3, ckpt_path=None, trainer=None, **settings):
+def fit(folder, root, callbacks=(), *, steps=3, ckpt_path=None, trainer=None, engine=None, model=None, **settings):
+    """settings: of the engine, unless there is one. model: settings of the run."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return train(
-            folder, root, steps=steps, engine=VLLMEngine(**SETTINGS, **settings), callbacks=callbacks,
-            max_completion_length=12, ckpt_path=ckpt_path, trainer=trainer,
+            folder, root, steps=steps, engine=engine or VLLMEngine(**SETTINGS, **settings), callbacks=callbacks,
+            max_completion_length=12, ckpt_path=ckpt_path, trainer=trainer, **(model or {}),
         )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ Shape legend: P prompt tokens, R response tokens, G responses of a group.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,6 +16,7 @@ import torch
 
 if TYPE_CHECKING:
     from rollplex.models.prefix import PrefixState
+    from rollplex.models.vision import VisionState
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -100,6 +101,19 @@ class PrefixPass:
 
     state: PrefixState | None = None
     """What the trainer already computed of it under the weights that sample; None: the engine prefills."""
+
+    vision: VisionState | None = None
+    """What the trainer's vision tower made of its pictures and videos under the weights that sample; None where there
+    are none, or where the engine needs no features or computes its own."""
+
+    def features(self, groups: Sequence[int]) -> VisionState | None:
+        """`vision` of these groups' prompts, in this order."""
+        return None if self.vision is None else self.vision.select([self.groups.index(g) for g in groups])
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All that an engine may read of it."""
+        kv = [] if self.state is None else list(self.state.leaves)
+        return kv if self.vision is None else [*kv, *self.vision.leaves.values()]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
@@ -19,6 +19,17 @@ from rollplex.data.records import Request, Rollout
 
 if TYPE_CHECKING:
     from rollplex.models.split_model import SplitModel
+
+
+Vision = Literal["engine", "shared"]
+"""Who runs the vision tower for an engine's prompts: it does, or it is handed what the trainer's makes of them."""
+
+
+def is_shared(vision: Vision) -> bool:
+    """Of an engine's setting `vision`; ValueError for what is none."""
+    if vision not in ("engine", "shared"):
+        raise ValueError(f"vision={vision!r} is unknown; set engine or shared")
+    return vision == "shared"
 
 
 class WindowState(StrEnum):
@@ -52,6 +63,10 @@ class RolloutEngine(ABC):
 
     releases_kv: bool = False
     """Whether the K/V memory is given back after each rollout of training and taken again before the next one."""
+
+    takes_vision: bool = False
+    """Whether it is to take the trainer's vision features (`Request.prefix.vision`) in the place of pixels. It copes
+    with prompts that come without."""
 
     @abstractmethod
     def start(self, context: EngineContext) -> None:

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from rollplex.data.records import FinishReason, Request, Rollout, SamplingParams
-from rollplex.engines.base import EngineContext, RolloutEngine, WindowState
+from rollplex.engines.base import EngineContext, RolloutEngine, Vision, WindowState, is_shared
 from rollplex.engines.decode import Bundle, Layout, OwnKV, decode_step, kv_bytes, make_layout
 from rollplex.engines.graph_decode import GraphDecode
 from rollplex.engines.rows import RowTable, SeenTokens, empty_rollout
 from rollplex.engines.sampling import RuleBook, check_length, check_params, not_finite, sample
 from rollplex.engines.text import Detokenizer
-from rollplex.engines.waiting import WaitingGroups
+from rollplex.engines.waiting import WaitingGroups, features_of
 from rollplex.models.split_model import SplitModel
 from rollplex.residency import KV_POOL
 
@@ -36,10 +36,10 @@ class TorchEngine(RolloutEngine):
     """Decodes with the trainer's weights in the trainer's process.
 
     max_num_seqs: rows decoded at once, over all groups. max_prefill_tokens: prompt tokens prefilled in one step (a
-    longer prompt is prefilled alone, and prompts of one prefix pass stay together). cuda_graphs: decode with steps of
-    fixed shapes that CUDA replays as one graph each (engines/graph_decode.py); "eager" runs these steps without a
-    graph, on any device. Either gives own K/V room for the longest response allowed at once. release_kv_cache: give the
-    memory of the rows' own K/V back after each rollout of training; CUDA graphs are then captured again.
+    longer prompt is prefilled alone, and prompts of one prefix pass stay together). vision: "shared" takes the features
+    of the actor's vision pass. cuda_graphs: steps of fixed shapes that CUDA replays as a graph each (graph_decode.py);
+    "eager" runs these without a graph, on any device. Either gives own K/V room for the longest response at once.
+    release_kv_cache: give own K/V back after each rollout of training; CUDA graphs are then captured again.
 
     The model's vision placeholder tokens are never sampled, whatever a request says.
     """
@@ -47,7 +47,7 @@ class TorchEngine(RolloutEngine):
     takes_prefix = True
 
     def __init__(
-        self, *, max_num_seqs: int = 256, max_prefill_tokens: int = 8192,
+        self, *, max_num_seqs: int = 256, max_prefill_tokens: int = 8192, vision: Vision = "engine",
         cuda_graphs: bool | Literal["eager"] = False, release_kv_cache: bool = False,
     ) -> None:  # fmt: skip
         if max_num_seqs < 1 or max_prefill_tokens < 1:
@@ -56,7 +56,7 @@ class TorchEngine(RolloutEngine):
             raise ValueError(f'{cuda_graphs=} must be true, false or "eager"')
         self.max_num_seqs = max_num_seqs
         self.max_prefill_tokens = max_prefill_tokens
-        self.releases_kv = release_kv_cache
+        self.releases_kv, self.takes_vision = release_kv_cache, is_shared(vision)
         self.decode_steps = 0
         """Decode steps since the start."""
         self.decoded_rows = 0
@@ -215,7 +215,7 @@ class TorchEngine(RolloutEngine):
             assert state.version == self._version, "a prefix of other weights than those that sample"
             self.taken_groups += len(chosen)
         else:
-            state = self._started.prefix([g[0].prompt for g in chosen], grad=False)
+            state = self._started.prefix([g[0].prompt for g in chosen], grad=False, vision=features_of(chosen))
             self.prefilled_groups += len(chosen)
         bundle = Bundle(state, chosen, borrowed=given is not None and state is given.state)
         self._bundles.append(bundle)

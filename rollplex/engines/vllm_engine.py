@@ -13,13 +13,13 @@ import itertools
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from rollplex.data.records import Request, Rollout
 from rollplex.engines import vllm_inputs, vllm_patches, vllm_weights
-from rollplex.engines.base import EngineContext, RolloutEngine, WindowState
+from rollplex.engines.base import EngineContext, RolloutEngine, Vision, WindowState, is_shared
 from rollplex.engines.sampling import check_params
 from rollplex.engines.text import Detokenizer
 from rollplex.engines.vllm_kv import HeldStates, KVMemory
@@ -58,7 +58,7 @@ class VLLMEngine(HeldStates, RolloutEngine):
         block_size: Tokens of a KV block; None is vLLM's choice. Only full blocks are shared within a group.
         enforce_eager: No compilation and no CUDA graphs; None is true on a CPU, false on a GPU.
         vision: "engine": vLLM runs its own vision tower on the processor's pixels. "shared": it gets what the trainer's
-            tower makes of them, and holds no vision weights.
+            tower makes of them, while training in the pass that serves the actor too, and holds no vision weights.
         tensor_parallel_size: Processes that share the engine, each with one rank of it, started by torchrun. All must
             submit, step, abort and publish alike.
         release_kv_cache: Give the KV cache's memory back while the trainer scores, trains and updates (on a GPU by
@@ -75,12 +75,11 @@ class VLLMEngine(HeldStates, RolloutEngine):
         gpu_memory_utilization: float = 0.5,
         block_size: int | None = None,
         enforce_eager: bool | None = None,
-        vision: Literal["engine", "shared"] = "engine",
+        vision: Vision = "engine",
         tensor_parallel_size: int = 1,
         release_kv_cache: bool = True,
     ) -> None:
-        if vision not in ("engine", "shared"):
-            raise ValueError(f"vision={vision!r} is unknown; set engine or shared")
+        self.takes_vision = is_shared(vision)
         for name, value in (
             ("max_model_len", max_model_len), ("max_num_seqs", max_num_seqs), ("block_size", block_size),
             ("max_num_batched_tokens", max_num_batched_tokens), ("kv_cache_memory_bytes", kv_cache_memory_bytes),
@@ -97,7 +96,6 @@ class VLLMEngine(HeldStates, RolloutEngine):
         self.gpu_memory_utilization = gpu_memory_utilization
         self.block_size = block_size
         self.enforce_eager = enforce_eager
-        self.vision = vision
         self.tensor_parallel_size = tensor_parallel_size
         self.release_kv_cache = self.releases_kv = release_kv_cache
         self.copied_bytes = 0
@@ -155,7 +153,7 @@ class VLLMEngine(HeldStates, RolloutEngine):
         if self._on_cpu:
             vllm_patches.count_ranks_without_compiler()
             vllm_patches.leave_global_generator_alone(runner.sampler)
-        self._converter = vllm_inputs.PromptConverter(engine.vllm_config, self._model, embed=self.vision == "shared")
+        self._converter = vllm_inputs.PromptConverter(engine.vllm_config, self._model, embed=self.takes_vision)
         vllm_patches.use_positions(runner.model, self._converter.positions)
         self._reader = ResponseReader(engine.output_processor, Detokenizer(self._tokenizer))
         self._kv = KVMemory(engine, runner.kv_caches, on_cpu=self._on_cpu)
@@ -195,7 +193,7 @@ class VLLMEngine(HeldStates, RolloutEngine):
 
     def _more_arguments(self) -> dict[str, Any]:
         out: dict[str, Any] = {}
-        if self.vision == "shared":
+        if self.takes_vision:
             out |= {"enable_mm_embeds": True, "limit_mm_per_prompt": NO_TOWER}
         if self.tensor_parallel_size > 1:
             out |= {
@@ -247,7 +245,10 @@ class VLLMEngine(HeldStates, RolloutEngine):
         converted: dict[int, Any] = {}
         for r in requests:
             if id(r.prompt) not in converted:
-                converted[id(r.prompt)] = self._converter.convert(r.prompt)
+                features = r.prefix.features([r.group]) if r.prefix is not None else None
+                if features is not None:
+                    features.check_version(self._version)
+                converted[id(r.prompt)] = self._converter.convert(r.prompt, features)
         for r in requests:
             name = str(next(self._ids))
             params = vllm_inputs.sampling_params(r.params, r.seed, banned)

@@ -15,6 +15,7 @@ from torch import Tensor
 from rollplex.data.records import Prompt, Request, SamplingParams
 from rollplex.engines.sampling import check_length
 from rollplex.models.split_model import SplitModel
+from rollplex.models.vision import VisionState
 
 MODALITIES = (("image", 1, "image_grid_thw"), ("video", 2, "video_grid_thw"))
 """Name, value in mm_token_type_ids, name of the grids."""
@@ -73,7 +74,8 @@ class PromptConverter:
     """Prompts as vLLM's inputs; those of one submission are converted once for all their responses."""
 
     def __init__(self, vllm_config: Any, source: SplitModel, *, embed: bool) -> None:
-        """source: the trainer's model. embed: vLLM gets what its vision tower makes of pixels."""
+        """source: the trainer's model. embed: vLLM gets what its vision tower makes of pixels: the features that come
+        with a request, or of a pass of our own (in evaluation, where nothing else needs them)."""
         from vllm.multimodal import MULTIMODAL_REGISTRY
 
         self._fields = MULTIMODAL_REGISTRY.create_processor(vllm_config.model_config)._get_mm_fields_config
@@ -84,15 +86,18 @@ class PromptConverter:
         """Patches along each side of what becomes one token."""
         self._positions: dict[tuple[Any, ...], tuple[Tensor, int]] = {}
 
-    def convert(self, prompt: Prompt) -> Any:
-        """A text or multimodal input whose token ids are the prompt's own, unexpanded and untokenised by vLLM."""
+    def convert(self, prompt: Prompt, features: VisionState | None = None) -> Any:
+        """A text or multimodal input whose token ids are the prompt's own, unexpanded and untokenised by vLLM.
+
+        features: of this prompt alone, under the weights that sample.
+        """
         from vllm.inputs import mm_input, tokens_input
         from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
 
         ids = prompt.input_ids.tolist()
         if not prompt.media:
             return tokens_input(prompt_token_ids=ids)
-        media = self._media(prompt)
+        media = self._media(prompt, features)
         items = MultiModalKwargsItems.from_hf_inputs(media, self._fields(media, {}))
         places = {
             modality: [
@@ -108,15 +113,16 @@ class PromptConverter:
         self._positions[_layout(len(ids), where)] = (positions_31P[:, 0], int(next_position_1) - len(ids))
         return mm_input(prompt_token_ids=ids, mm_kwargs=items, mm_hashes=hashes, mm_placeholders=places)
 
-    def _media(self, prompt: Prompt) -> Any:
+    def _media(self, prompt: Prompt, features: VisionState | None) -> Any:
         media = {name: tensor.cpu() for name, tensor in prompt.media.items()}
         if self._tower is None:
             return media
-        if not self._tower.shares_storage_with(self._source):
-            self._tower.bind(self._source)
-        with torch.no_grad():
-            embeddings = self._tower.vision_embeddings(prompt)
-        return {name: tensor for name, tensor in media.items() if not name.startswith("pixel_values")} | embeddings
+        if features is None:
+            if not self._tower.shares_storage_with(self._source):
+                self._tower.bind(self._source)
+            features = self._tower.vision([prompt], grad=False)
+        features.check_prompts([prompt])
+        return {name: t for name, t in media.items() if not name.startswith("pixel_values")} | features.leaves
 
     def positions(self, input_tokens: Sequence[int], mm_features: Sequence[Any]) -> tuple[Tensor, int]:
         """(3, P) int64 positions of a converted prompt, and first response position minus P: the trainer's.

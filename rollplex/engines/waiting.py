@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from rollplex.data.records import Request
+from rollplex.models.vision import VisionState
 
 
 class WaitingGroups:
@@ -48,3 +49,9 @@ class WaitingGroups:
             groups = tuple(group[0].group for group in chosen)
             assert groups == given.groups, f"groups {groups} were submitted of the pass {given.groups}"
         return chosen
+
+
+def features_of(groups: list[list[Request]]) -> VisionState | None:
+    """What came with the requests of vision features, for the prompts of these groups (of one pass)."""
+    given = groups[0][0].prefix
+    return None if given is None else given.features([g[0].group for g in groups])

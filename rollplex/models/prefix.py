@@ -13,11 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from rollplex.models.attention import SharedPrefixAttention, expanded_prefix_attention
+
+if TYPE_CHECKING:
+    from rollplex.models.vision import VisionState
 
 
 class StalePrefixError(RuntimeError):
@@ -73,6 +77,9 @@ class PrefixState:
     host_bytes: int = 0
     """Bytes of them that wait in host memory instead."""
 
+    vision: VisionState | None = None
+    """Features that the pass read instead of pixels, where the tower's graph waits behind them; else None."""
+
     leaves: list[Tensor] = field(default_factory=list)
     """Detached views of `live` that suffix passes read; their gradients accumulate in float32 or wider."""
 
@@ -124,7 +131,8 @@ class PrefixState:
             )
 
     def backward(self) -> None:
-        """Second stage: push the accumulated boundary gradients through the prefix graph, once; then free it."""
+        """Second stage: push the accumulated boundary gradients through the prefix graph, once, and what arrives at the
+        vision features through the tower's; then free both."""
         tensors, grads = [], []
         for i, (tensor, leaf) in enumerate(zip(self.live, self.leaves, strict=True)):
             grad = self._sums.pop(i, None) if i in self._sums else leaf.grad
@@ -133,9 +141,12 @@ class PrefixState:
                 grads.append(grad.to(tensor.dtype))
         if tensors:
             torch.autograd.backward(tensors, grads)
+        if self.vision is not None:
+            self.vision.backward()
         self.free()
 
     def free(self) -> None:
         self.live = []
         self.leaves = []
+        self.vision = None
         self._sums.clear()

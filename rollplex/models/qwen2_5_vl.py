@@ -5,11 +5,12 @@ Shape legend: B prompts, P prompt tokens, H hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from rollplex.data.records import Prompt
 from rollplex.models.attention import STATE_KEYWORD
@@ -43,20 +44,31 @@ class Qwen2_5VL(SplitModel):
         positions_31P, _ = self.hf.model.get_rope_index(prompt.input_ids[None], mm_token_type_ids=types_1P, **grids)
         return positions_31P[:, 0]
 
-    def vision_embeddings(self, prompt: Prompt) -> dict[str, Tensor]:
-        found = {}
+    def vision_embeddings(self, prompts: Sequence[Prompt]) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        media = stack_media(prompts)
         for kind, pixels, compute in (
             ("image", "pixel_values", self.hf.model.get_image_features),
             ("video", "pixel_values_videos", self.hf.model.get_video_features),
         ):
-            if pixels in prompt.media:
-                grids = prompt.media[f"{kind}_grid_thw"].to(self.device)
-                found[f"{kind}_embeds"] = torch.cat(compute(prompt.media[pixels].to(self.device), grids).pooler_output)
+            if pixels in media:
+                grids = media[f"{kind}_grid_thw"].to(self.device)
+                found[f"{kind}_embeds"] = torch.cat(compute(media[pixels].to(self.device), grids).pooler_output)
         return found
 
-    def prefix_hidden(self, prompts: Sequence[Prompt], positions: Tensor, state: RecordPrefix) -> Tensor:
-        ids_BP, media = stack_prompts(prompts)
-        inputs: dict[str, Any] = {k: v.to(self.device) for k, v in media.items() if k != "second_per_grid_ts"}
+    def prefix_hidden(
+        self, prompts: Sequence[Prompt], positions: Tensor, state: RecordPrefix, features: Mapping[str, Tensor] | None
+    ) -> Tensor:
+        ids_BP = torch.stack([p.input_ids for p in prompts])
+        inputs: dict[str, Any]
+        if features is None:
+            media = stack_media(prompts)
+            inputs = {k: v.to(self.device) for k, v in media.items() if k != "second_per_grid_ts"}
+        else:
+            # transformers takes the tower's output as a tuple, one tensor for each picture; all in one is the same
+            one: Any = BaseModelOutputWithPooling
+            outputs = {name.removesuffix("_embeds"): one(pooler_output=(t,)) for name, t in features.items()}
+            inputs = {"mm_encoder_outputs": outputs}
         out = self.hf.model(
             input_ids=ids_BP.to(self.device), position_ids=positions, use_cache=False, **inputs,
             **{STATE_KEYWORD: state},
@@ -66,8 +78,8 @@ class Qwen2_5VL(SplitModel):
     def prefix_hidden_with(
         self, prompts: Sequence[Prompt], positions: Tensor, state: RecordPrefix, media: frozenset[str]
     ) -> Tensor:
-        ids_BP, own = stack_prompts(prompts)
-        ids_BP = ids_BP.to(self.device)
+        ids_BP = torch.stack([p.input_ids for p in prompts]).to(self.device)
+        own = stack_media(prompts)
         assert media >= set(own) & {"pixel_values", "pixel_values_videos"}, "the prompts have media not agreed on"
         hf = self.hf.model
         embeds_BPH = self.embed(ids_BP)
@@ -94,9 +106,7 @@ class Qwen2_5VL(SplitModel):
         return torch.zeros(side * side, width), torch.tensor([[1, side, side]])
 
 
-def stack_prompts(prompts: Sequence[Prompt]) -> tuple[Tensor, dict[str, Tensor]]:
-    """(B, P) ids, and media tensors concatenated in prompt order."""
-    ids_BP = torch.stack([p.input_ids for p in prompts])
+def stack_media(prompts: Sequence[Prompt]) -> dict[str, Tensor]:
+    """Media tensors concatenated in prompt order."""
     names = {name for p in prompts for name in p.media}
-    media = {name: torch.cat([p.media[name] for p in prompts if name in p.media]) for name in sorted(names)}
-    return ids_BP, media
+    return {name: torch.cat([p.media[name] for p in prompts if name in p.media]) for name in sorted(names)}

@@ -13,21 +13,21 @@ from __future__ import annotations
 import copy
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from rollplex.data.records import Prompt
 from rollplex.models.attention import ATTENTION_NAME, STATE_KEYWORD
+from rollplex.models.checkpointing import Checkpointing
 from rollplex.models.head import PolicyHead
 from rollplex.models.logprobs import linear_logps
 from rollplex.models.prefix import PrefixState, ReadPrefix, RecordPrefix
 from rollplex.models.saved import SavedActivations
+from rollplex.models.vision import VisionState, feature_tokens
 
 POSITIONS_KEPT = 16_384
 """Prompts whose positions are remembered."""
@@ -91,8 +91,11 @@ class SplitModel(ABC):
         """(3, P) int64 positions of one prompt, on the CPU; they depend on the config only."""
 
     @abstractmethod
-    def prefix_hidden(self, prompts: Sequence[Prompt], positions: Tensor, state: RecordPrefix) -> Tensor:
-        """Run vision tower and prompt; returns last hidden states (B, P, H)."""
+    def prefix_hidden(
+        self, prompts: Sequence[Prompt], positions: Tensor, state: RecordPrefix, features: Mapping[str, Tensor] | None
+    ) -> Tensor:
+        """Run vision tower and prompt, or the prompt alone with `features` (of `vision_embeddings`) in the place of the
+        tower; returns last hidden states (B, P, H)."""
 
     def prefix_hidden_with(
         self, prompts: Sequence[Prompt], positions: Tensor, state: RecordPrefix, media: frozenset[str]
@@ -105,9 +108,9 @@ class SplitModel(ABC):
         raise ValueError(f"model_type={self.model_type} cannot be sharded over ranks yet (ZeRO-3); use ZeRO-2")
 
     @abstractmethod
-    def vision_embeddings(self, prompt: Prompt) -> dict[str, Tensor]:
-        """What the vision tower makes of a prompt's media: image_embeds and video_embeds, (vision tokens, H), on the
-        device; absent when unused. Depends on the tower's weights alone."""
+    def vision_embeddings(self, prompts: Sequence[Prompt]) -> dict[str, Tensor]:
+        """What the vision tower makes of the prompts' media: image_embeds and video_embeds, (vision tokens, W), prompt
+        after prompt, on the device; absent when unused. Depends on the tower's weights alone."""
 
     @property
     @abstractmethod
@@ -169,24 +172,60 @@ class SplitModel(ABC):
             for module in self.part(name):
                 module.requires_grad_(name not in parts)
 
-    def prefix(self, prompts: Sequence[Prompt], *, grad: bool, media: frozenset[str] | None = None) -> PrefixState:
+    @property
+    def vision_modules(self) -> list[nn.Module]:
+        """All that stands between pixels and what the language model is given of them."""
+        return [*self.part("vision_tower"), *self.part("projector")]
+
+    @property
+    def vision_frozen(self) -> bool:
+        return not any(p.requires_grad for module in self.vision_modules for p in module.parameters())
+
+    def vision(self, prompts: Sequence[Prompt], *, grad: bool) -> VisionState:
+        """One pass of the vision tower over a bundle's media, for prefix passes to read. With `grad`, the graph is kept
+        for `PrefixState.backward` (unless there is nothing to train in it)."""
+        frozen = self.vision_frozen
+        grad = grad and not frozen
+        saved = SavedActivations(self.hf.parameters(), enabled=grad, host=self.prefix_on_host)
+        with (
+            torch.set_grad_enabled(grad),
+            saved,
+            self._checkpointing(grad and self.prefix_checkpointing, "vision_tower"),
+        ):
+            live = self.vision_embeddings(prompts)
+        return VisionState(
+            live=live, tokens={name: feature_tokens(prompts, name) for name in live}, version=self.version,
+            frozen=frozen, saved_bytes=saved.besides(list(live.values())), host_bytes=saved.host_bytes,
+        )  # fmt: skip
+
+    def prefix(
+        self, prompts: Sequence[Prompt], *, grad: bool, media: frozenset[str] | None = None,
+        vision: VisionState | None = None,
+    ) -> PrefixState:  # fmt: skip
         """One prefix pass over a bundle. With `grad`, the graph is kept for `PrefixState.backward`.
 
         media: see `prefix_hidden_with`; None runs what the prompts need.
+        vision: what `vision` of a model with the same tower gave for these prompts; the tower is not run then. To train
+        a tower its graph must be behind it.
         """
         lengths = {len(p) for p in prompts}
         assert len(lengths) == 1, f"a bundle's prompts must have one length, got {sorted(lengths)}"
+        if vision is not None:
+            vision.check_version(self.version)
+            vision.check_prompts(prompts)
+            whole = vision.has_graph or self.vision_frozen or not vision.leaves
+            assert whole or not grad, "features without their graph: the tower would get no gradient"
         positions, next_position_B = self.positions(prompts)
         state = RecordPrefix()
         saved = SavedActivations(self.hf.parameters(), enabled=grad, host=self.prefix_on_host)
         with (
             torch.set_grad_enabled(grad),
             saved,
-            self._checkpointing(grad and self.prefix_checkpointing, vision=True),
+            self._checkpointing(grad and self.prefix_checkpointing, "language_model", "vision_tower"),
         ):
             at = positions.to(self.device)
             if media is None:
-                hidden_BPH = self.prefix_hidden(prompts, at, state)
+                hidden_BPH = self.prefix_hidden(prompts, at, state, None if vision is None else vision.leaves)
             else:
                 hidden_BPH = self.prefix_hidden_with(prompts, at, state, media)
             live = [t for layer in sorted(state.kv) for t in state.kv[layer]]
@@ -194,7 +233,7 @@ class SplitModel(ABC):
         next_position_B = next_position_B.to(self.device)
         return PrefixState(
             live=live, next_position_B=next_position_B, version=self.version, saved_bytes=saved.besides(live),
-            host_bytes=saved.host_bytes,
+            host_bytes=saved.host_bytes, vision=vision if vision is not None and vision.has_graph and grad else None,
         )  # fmt: skip
 
     def suffix(
@@ -209,7 +248,7 @@ class SplitModel(ABC):
         ids_NR, lengths_N = ids_NR.to(self.device), lengths_N.to(self.device)
         banned_V = self.banned_mask()
         mask_NR = (torch.arange(r, device=self.device) < lengths_N[:, None]) & ~banned_V[ids_NR]
-        with torch.set_grad_enabled(grad), self._checkpointing(grad and self.suffix_checkpointing, vision=False):
+        with torch.set_grad_enabled(grad), self._checkpointing(grad and self.suffix_checkpointing, "language_model"):
             hidden_NRH = prefix.last_hidden_BH.repeat_interleave(n // prefix.batch, dim=0).unsqueeze(1)
             if r > 1:
                 own_NTH = self._suffix_hidden(prefix, ids_NR[:, : r - 1])
@@ -248,9 +287,8 @@ class SplitModel(ABC):
 
     # ---- activation checkpointing, per pass ----
 
-    def _checkpointing(self, enabled: bool, *, vision: bool) -> _Checkpointing:
-        parts: tuple[Part, ...] = ("language_model", "vision_tower") if vision else ("language_model",)
-        return _Checkpointing([m for p in parts for m in self.part(p)], enabled)
+    def _checkpointing(self, enabled: bool, *parts: Part) -> Checkpointing:
+        return Checkpointing([m for p in parts for m in self.part(p)], enabled)
 
     # ---- a second module tree on the same tensors ----
 
@@ -298,28 +336,3 @@ class SplitModel(ABC):
         theirs = dict(source.hf.named_parameters(remove_duplicate=False))
         mine = dict(self.hf.named_parameters(remove_duplicate=False))
         return all(mine[name].data_ptr() == p.data_ptr() for name, p in theirs.items())
-
-
-class _Checkpointing:
-    """Sets transformers' per-layer checkpointing flags for one pass and puts them back."""
-
-    def __init__(self, roots: Sequence[nn.Module], enabled: bool) -> None:
-        self.layers: list[Any] = [m for m in _modules(roots) if hasattr(m, "gradient_checkpointing")]
-        self.enabled = enabled
-
-    def __enter__(self) -> None:
-        self.before = [(m.gradient_checkpointing, m.training) for m in self.layers]
-        for m in self.layers:
-            m.gradient_checkpointing = self.enabled
-            m._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
-            if self.enabled:
-                m.training = True  # transformers checkpoints only modules in training mode
-
-    def __exit__(self, *exc: object) -> None:
-        for m, (flag, training) in zip(self.layers, self.before, strict=True):
-            m.gradient_checkpointing, m.training = flag, training
-
-
-def _modules(roots: Sequence[nn.Module]) -> Iterator[nn.Module]:
-    for root in roots:
-        yield from root.modules()

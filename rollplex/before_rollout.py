@@ -1,0 +1,39 @@
+"""Units that run before the engine starts, because it is handed what they compute."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from rollplex.units import PREFILL_KINDS, Unit, UnitKind
+
+if TYPE_CHECKING:
+    from rollplex.schedule import ScheduleState
+
+
+class BeforeRollout:
+    """The part of the executor that runs them."""
+
+    def _vision(self: Any, pending: list[Unit], state: ScheduleState) -> None:
+        """The engine waits for these; what does not fit the budget holds no graph meanwhile."""
+        for unit in [u for u in pending if u.kind is UnitKind.VISION and self._ready(u, state)]:
+            self.check_stop()
+            pending.remove(unit)
+            room = self.admission.has_room(unit.sort, unit.work, unit.density, self.held_bytes())
+            self._run(unit if room else replace(unit, run=unit.lean or unit.run), state, before=True)
+            if unit.lean is not None and not self.admission.within_budget(self.held_bytes()):
+                unit.lean()
+
+    def _prefill(self: Any, pending: list[Unit], state: ScheduleState) -> None:
+        if not (self.reuse_prefill and self.lane.engine.takes_prefix):
+            return
+        if self.lockstep is not None:
+            raise ValueError(
+                "callbacks: PrefillReuse takes the trainer's prefixes before the decode, and with parameters sharded "
+                "over several ranks (ZeRO-3) each rank would have to wait for all; take it out, or use ZeRO-2"
+            )
+        for unit in [u for u in pending if u.kind in PREFILL_KINDS and self._ready(u, state)]:
+            self.check_stop()
+            if self.admission.fits(unit.id, unit.sort, unit.work, unit.density, self.held_bytes()):
+                pending.remove(unit)
+                self._run(unit, state, before=True)
