@@ -704,8 +704,12 @@ def seer() -> Qwen2_5VL:
 
 
 @pytest.fixture(scope="module")
-def blind(seer, tiny_processor):
-    """An engine without a vision tower, with the weights of `seer`; every test leaves it idle and at version 0."""
+def blind(engine, seer, tiny_processor):
+    """An engine without a vision tower, with the weights of `seer`; every test leaves it idle and at version 0.
+
+    After `engine`: vLLM builds an unused tower on the meta device and keeps its rotary tables in a cache of the process,
+    where a later engine that has a tower would find them ("Cannot copy out of meta tensor").
+    """
     engine = VLLMEngine(**SETTINGS, vision="shared")
     engine.start(EngineContext(model=seer, processor=tiny_processor, device=CPU))
     yield engine
