@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import threading
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import make_prompt, picture
 
 from rollplex.bundles import make_bundles
+from rollplex.colocation import check_same_model
 from rollplex.data.batches import RankRows, RolloutBatchSampler, ShareSampler
 from rollplex.evaluation import merge_means
 from rollplex.lockstep import Lockstep
@@ -81,6 +83,15 @@ def test_bad_rows_leave_no_gap_in_the_numbers_of_groups():
     assert [share.numbers for share in shares] == [(0, 2, 4), (1, 3)]
     assert {share.groups for share in shares} == {5}
     assert RankRows([], (3,)).places == (3,)
+
+
+def test_ranks_with_other_weights_are_refused():
+    def check(ranks):
+        module = SimpleNamespace(_reference_print=[1.0, 2.0 + (ranks.rank == 1)], hparams={"model": "here"})
+        with pytest.raises(ValueError, match="model='here' holds other weights on rank 1 than on rank 0"):
+            check_same_model(module, ranks)
+
+    together(3, check)
 
 
 def test_mini_batches_of_ranks_are_parts_of_the_whole_batch():
