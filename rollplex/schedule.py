@@ -190,7 +190,7 @@ class Executor(BeforeRollout):
                 self._handle(event, state, collect)
             if state.drained and lockstep is None:
                 break
-            unit, over = self._choose(pending, state)
+            unit, over = self._choose(pending, state, lockstep)
             if unit is not None:
                 pending.remove(unit)
                 self._run(unit, state)
@@ -206,10 +206,10 @@ class Executor(BeforeRollout):
                 self.lane.give_up(error)
                 raise error
 
-    def _choose(self, pending: list[Unit], state: ScheduleState) -> tuple[Unit | None, bool]:
+    def _choose(self, pending: list[Unit], state: ScheduleState, lockstep: Lockstep | None) -> tuple[Unit | None, bool]:
         """The next unit that may start before the rollout is over, and whether it is over on all ranks."""
         ready = (u for u in pending if self._ready(u, state))
-        if self.lockstep is None:
+        if lockstep is None:
             return next((u for u in ready if self._admitted(u, state)), None), False
         could = list(ready)
         own = next((u for u in could if u.kind not in ACTOR_KINDS and self._admitted(u, state)), None)
@@ -217,7 +217,7 @@ class Executor(BeforeRollout):
             return own, False
         before = self.admission.admitted
         could = [u for u in could if u.kind in ACTOR_KINDS and self._could_start(u, state)]
-        chosen, over = self.lockstep.choose([u.id for u in could], drained=state.drained)
+        chosen, over = lockstep.choose([u.id for u in could], drained=state.drained)
         self.admission.admitted = before + (chosen is not None)
         return next((u for u in could if u.id == chosen), None), over
 
