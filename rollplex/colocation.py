@@ -204,7 +204,7 @@ class Colocation:
         """A rollout batch begins."""
         self.timeline.clear()
         self.executor.held_bytes = lambda: step.held_bytes
-        self.watch.new_step(lambda: step.prefixes)
+        self.watch.new_step(lambda: step.prefixes, lambda: step.vision.held)
 
     def rollout(
         self, requests: Callable[[], Sequence[Request]], units: Sequence[Unit], collect: Callable[[Rollout], int | None]

@@ -93,6 +93,7 @@ KV_POOL = "kv_pool"
 ACTOR_KV = "actor_prefix_kv"
 REFERENCE_KV = "reference_prefix_kv"
 OLD_KV = "old_prefix_kv"
+VISION = "vision_features"
 ACTIVATIONS = "prefix_activations"
 
 LIFETIMES: dict[str, tuple[StateClass, frozenset[Stage]]] = {
@@ -106,6 +107,7 @@ LIFETIMES: dict[str, tuple[StateClass, frozenset[Stage]]] = {
     REFERENCE_KV: (StateClass.BOUNDARY, frozenset({PR, PA, S})),
     OLD_KV: (StateClass.BOUNDARY, frozenset({PA, S})),
     ACTOR_KV: (StateClass.BOUNDARY, frozenset({PA, S, T})),
+    VISION: (StateClass.BOUNDARY, frozenset({R, PR, PA, S, T})),
     ACTIVATIONS: (StateClass.PHASE_LOCAL, frozenset({PA, S, T})),
 }
 """State -> (class, stages that need it), with prefix work in the decode window."""

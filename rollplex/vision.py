@@ -70,6 +70,11 @@ class VisionPasses:
         self.passes = 0
         """Prompts with pictures or videos that a tower was run for, each time."""
 
+    @property
+    def held(self) -> list[VisionState]:
+        """The features there are."""
+        return list(self._states.values())
+
     def seen(self, groups: Sequence[int]) -> int:
         """How many of these prompts have pictures or videos."""
         return sum(bool(self._prompts[g].media) for g in groups)

@@ -8,16 +8,17 @@ is the other side of the check: bytes of the storages of the states' tensors, an
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from rollplex.models.prefix import PrefixState
+from rollplex.models.vision import VisionState
 from rollplex.offload import HostCopies, Parked, storage_bytes
 from rollplex.phases import Phase
-from rollplex.residency import ACTIVATIONS, ACTOR_KV, OLD_KV, REFERENCE, REFERENCE_KV, Ledger, Stage
+from rollplex.residency import ACTIVATIONS, ACTOR_KV, OLD_KV, REFERENCE, REFERENCE_KV, VISION, Ledger, Stage
 from rollplex.units import UnitKind
 
 TOLERANCE = 0.02
@@ -71,10 +72,14 @@ class ReferenceHolder:
 
 
 class PassHolder:
-    """The prefix states of the step in progress."""
+    """The prefix states and the shared vision features of the step in progress."""
 
-    def __init__(self, prefixes: Callable[[], Mapping[tuple[str, int], PrefixState]]) -> None:
-        self._prefixes = prefixes
+    def __init__(
+        self,
+        prefixes: Callable[[], Mapping[tuple[str, int], PrefixState]],
+        features: Callable[[], Sequence[VisionState]],
+    ) -> None:
+        self._prefixes, self._features = prefixes, features
 
     def _sum(self, size: Callable[[PrefixState], int]) -> dict[str, int]:
         out: dict[str, int] = {}
@@ -84,11 +89,12 @@ class PassHolder:
 
     def state_bytes(self) -> dict[str, int]:
         out = self._sum(lambda state: state.nbytes)
-        saved = sum(state.saved_bytes for state in self._prefixes().values())
-        return out | {ACTIVATIONS: saved} if saved else out
+        features = sum(state.nbytes for state in self._features())
+        saved = sum(state.saved_bytes for state in (*self._prefixes().values(), *self._features()))
+        return out | {name: size for name, size in ((VISION, features), (ACTIVATIONS, saved)) if size}
 
     def host_bytes(self) -> dict[str, int]:
-        waiting = sum(state.host_bytes for state in self._prefixes().values())
+        waiting = sum(state.host_bytes for state in (*self._prefixes().values(), *self._features()))
         return {ACTIVATIONS: waiting} if waiting else {}
 
     def state_tensors(self) -> dict[str, list[Tensor]]:
@@ -96,6 +102,8 @@ class PassHolder:
         out: dict[str, list[Tensor]] = {}
         for (kind, _), state in self._prefixes().items():
             out.setdefault(KV_NAMES[kind], []).extend(state.leaves)
+        for features in self._features():
+            out.setdefault(VISION, []).extend(features.leaves.values())
         return out
 
 
@@ -122,10 +130,14 @@ class MemoryWatch:
         self.holders.clear()
         self._stage = self._beside = None
 
-    def new_step(self, prefixes: Callable[[], Mapping[tuple[str, int], PrefixState]]) -> None:
+    def new_step(
+        self,
+        prefixes: Callable[[], Mapping[tuple[str, int], PrefixState]],
+        features: Callable[[], Sequence[VisionState]],
+    ) -> None:
         self.ledger.new_step()
         self._unaccounted = 0.0
-        self.holders["passes"] = PassHolder(prefixes)
+        self.holders["passes"] = PassHolder(prefixes, features)
 
     # ---- events of a step ----
 

@@ -21,6 +21,7 @@ from rollplex.models.prefix import StalePrefixError
 from rollplex.models.registry import load_hf, load_processor, split
 from rollplex.models.split_model import SplitModel
 from rollplex.phases import PhaseCallback
+from rollplex.residency import ACTIVATIONS, VISION, Stage
 from rollplex.schedule import UnitError
 from rollplex.step_settings import StepSettings
 from rollplex.units import UnitKind
@@ -417,6 +418,23 @@ def test_peak_counts_features_and_graphs(parity_folder, tmp_path):
 
 
 # ---- who may read, and settings --------------------------------------------------------------------------------------
+
+
+class Watched(PhaseCallback):
+    """The memory ledger of a run, which outlives it."""
+
+    def on_train_start(self, trainer, pl_module):
+        self.watch = pl_module.colocation.watch
+
+
+@pytest.mark.parametrize("vision", ["engine", "shared"])
+def test_the_ledger_has_the_features(parity_folder, tmp_path, vision):
+    """With their graphs among the activations, and as many bytes as their storages have."""
+    watched = Watched()
+    run(parity_folder, tmp_path, steps=2, engine=TorchEngine(vision=vision), callbacks=[watched])
+    rollout = watched.watch.ledger.run.at_peak[Stage.ROLLOUT]
+    assert (VISION in rollout, ACTIVATIONS in rollout) == (vision == "shared",) * 2
+    assert watched.watch.mismatches == []
 
 
 def test_a_reference_reads_only_what_its_own_tower_would_give(parity_folder):
