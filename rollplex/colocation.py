@@ -113,6 +113,22 @@ def check_same_model(module: Any, ranks: Ranks) -> None:
         )
 
 
+def check_same_settings(module: Any, datamodule: Any, ranks: Ranks) -> None:
+    """Ranks read their own files, too: with other settings or rows they would train different models, unnoticed."""
+    plain = (str, int, float, list, tuple, type(None))  # others may print their address
+    mine = {name: repr(value) for name, value in module.hparams.items() if isinstance(value, plain)}
+    if hasattr(datamodule, "state_dict"):
+        mine |= {f"data's {name}": repr(value) for name, value in datamodule.state_dict().items()}
+    everywhere = ranks.gather(mine)
+    for rank, theirs in enumerate(everywhere):
+        for name in everywhere[0]:
+            if theirs.get(name) != everywhere[0][name]:
+                raise ValueError(
+                    f"{name} is {theirs.get(name)} on rank {rank} and {everywhere[0][name]} on rank 0: give all ranks "
+                    "the same settings and files"
+                )
+
+
 class Colocation:
     """The engine and both lanes. A strategy holds one and forwards its set-up and teardown."""
 

@@ -9,7 +9,7 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
 from rollplex.checkpoints import AtomicCheckpointIO
-from rollplex.colocation import check_module, check_same_model, check_trainer, make_colocation
+from rollplex.colocation import check_module, check_same_model, check_same_settings, check_trainer, make_colocation
 from rollplex.engines.base import RolloutEngine
 from rollplex.models.split_model import SplitModel
 from rollplex.ranks import Ranks
@@ -74,6 +74,7 @@ class RollplexDDPStrategy(WithTrainerStates, DDPStrategy):
         check_module(module, self.strategy_name)
         self.ranks = Ranks.connect(self._timeout)
         check_same_model(module, self.ranks)
+        check_same_settings(module, trainer.datamodule, self.ranks)
         self.gradients = WholeGradients(self.ranks)
         self.colocation.executor.stops_together = not self.ranks.alone
         assert self.accelerator is not None and self.model is not None

@@ -17,7 +17,7 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, Strateg
 from torch import nn
 
 from rollplex import deepspeed_checkpoints as checkpoints
-from rollplex.colocation import check_module, check_same_model, check_trainer, make_colocation
+from rollplex.colocation import check_module, check_same_model, check_same_settings, check_trainer, make_colocation
 from rollplex.deepspeed_gradients import ShardedGradients
 from rollplex.deepspeed_offload import NAMES, StateOffload
 from rollplex.engines.base import RolloutEngine
@@ -149,6 +149,7 @@ class RollplexDeepSpeedStrategy(DeepSpeedStrategy):
         self.precision_plugin = _Precision("32-true")
         self.ranks = Ranks.connect(self._timeout)
         check_same_model(module, self.ranks)
+        check_same_settings(module, trainer.datamodule, self.ranks)
         executor = self.colocation.executor
         executor.stops_together = not self.ranks.alone
         if trainer.training:

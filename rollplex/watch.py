@@ -81,6 +81,9 @@ class PassHolder:
     ) -> None:
         self._prefixes, self._features = prefixes, features
 
+    def _passes(self) -> list[PrefixState | VisionState]:
+        return [*self._prefixes().values(), *self._features()]
+
     def _sum(self, size: Callable[[PrefixState], int]) -> dict[str, int]:
         out: dict[str, int] = {}
         for (kind, _), state in self._prefixes().items():
@@ -90,11 +93,11 @@ class PassHolder:
     def state_bytes(self) -> dict[str, int]:
         out = self._sum(lambda state: state.nbytes)
         features = sum(state.nbytes for state in self._features())
-        saved = sum(state.saved_bytes for state in (*self._prefixes().values(), *self._features()))
+        saved = sum(state.saved_bytes for state in self._passes())
         return out | {name: size for name, size in ((VISION, features), (ACTIVATIONS, saved)) if size}
 
     def host_bytes(self) -> dict[str, int]:
-        waiting = sum(state.host_bytes for state in (*self._prefixes().values(), *self._features()))
+        waiting = sum(state.host_bytes for state in self._passes())
         return {ACTIVATIONS: waiting} if waiting else {}
 
     def state_tensors(self) -> dict[str, list[Tensor]]:

@@ -7,4 +7,5 @@ set_up test
 
 # What else the tests want of the environment is set in tests/conftest.py, so that a plain `pytest` has it too.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"  # tiny models gain nothing from threads, and lanes share the cores
-exec "$PYTHON" -m pytest "$@"
+# Files are shared out to two processes. Not more: each may hold a vLLM engine and start ranks of its own.
+exec "$PYTHON" -m pytest -n "${TEST_PROCESSES:-2}" --dist loadfile "$@"

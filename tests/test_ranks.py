@@ -12,7 +12,7 @@ import torch
 from helpers import make_prompt, picture
 
 from rollplex.bundles import make_bundles
-from rollplex.colocation import check_same_model
+from rollplex.colocation import check_same_model, check_same_settings
 from rollplex.data.batches import RankRows, RolloutBatchSampler, ShareSampler
 from rollplex.evaluation import merge_means
 from rollplex.lockstep import Lockstep
@@ -92,6 +92,21 @@ def test_ranks_with_other_weights_are_refused():
             check_same_model(module, ranks)
 
     together(3, check)
+
+
+@pytest.mark.parametrize("other", [{"beta": 0.1}, {"rows": 6}])
+def test_ranks_with_other_settings_or_rows_are_refused(other):
+    def check(ranks):
+        hparams, data = {"beta": 0.0, "engine": object()}, {"rows": 8, "seed": 0}
+        if ranks.rank == 1:
+            hparams |= {k: v for k, v in other.items() if k in hparams}
+            data |= {k: v for k, v in other.items() if k in data}
+        module, datamodule = SimpleNamespace(hparams=hparams), SimpleNamespace(state_dict=lambda: data)
+        name, value = next(iter(other.items()))
+        with pytest.raises(ValueError, match=rf"{name} is {value} on rank 1 and (0.0|8) on rank 0"):
+            check_same_settings(module, datamodule, ranks)
+
+    together(2, check)
 
 
 def test_mini_batches_of_ranks_are_parts_of_the_whole_batch():

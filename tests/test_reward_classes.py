@@ -131,9 +131,20 @@ def test_multiple_choice(text, answer, wanted):
     assert worth(MultipleChoice(), text, answer, options=["blue", "red", "green"]) == wanted
 
 
+@pytest.mark.parametrize(("answer", "wanted"), [("2", "C"), (2, "C"), (2.0, "C"), ("0", "A"), ("c", "C")])
+def test_multiple_choice_takes_numbers_as_files_have_them(answer, wanted):
+    assert worth(MultipleChoice(), wanted, answer, options=["blue", "red", "green"]) == 1
+
+
+@pytest.mark.parametrize("answer", ["?", "3", 3, -1, 1.5, True])
+def test_multiple_choice_refuses_what_names_no_option(answer):
+    with pytest.raises(ValueError, match="neither a letter nor the text or number"):
+        worth(MultipleChoice(), "A", answer, options=["blue", "red", "green"])
+
+
 def test_multiple_choice_without_options_and_with_a_bad_answer():
     assert worth(MultipleChoice(), "(D)", "D") == 1
-    with pytest.raises(ValueError, match="neither a letter nor one of the options"):
+    with pytest.raises(ValueError, match="neither a letter nor the text or number"):
         worth(MultipleChoice(), "A", "violet", options=["blue"])
 
 

@@ -185,7 +185,8 @@ def test_pinned_lanes_train_the_same_weights(parity_folder, tmp_path):
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("needs two cores")
     before = os.sched_getaffinity(0)
-    options = dict(threads=2, rollout_threads=1, train_threads=1, admission="always")
+    # One thread alone too: which units run beside the engine is a matter of time, and threads change rounding.
+    options = dict(threads=1, rollout_threads=1, train_threads=1, admission="always")
     a, b = (
         run(parity_folder, tmp_path, callbacks=[PrefillReuse(), PrefixOverlap(), GroupStreaming(deterministic=True)],
             beta=0.04, max_completion_length=16,

@@ -206,20 +206,22 @@ def wrong_scale(step, module):
 def dropped_backward(step, module):
     """The first bundle's gradient stops at the boundary: its prompt and picture teach nothing."""
     backward = step._backward
-    step._backward = lambda b: step.prefixes.pop(("act", b.index)).free() if b.index == 0 else backward(b)
+    step._backward = lambda b, update: (
+        step.prefixes.pop(("act", b.index)).free() if b.index == 0 else backward(b, update)
+    )
 
 
 def stale_prefix(step, module):
     """The actor's prefix is computed with the weights the run began with."""
     prefix = step._prefix
 
-    def stale(b, name, model, grad):
+    def stale(b, name, model):
         parameters = list(module.policy.parameters())
         present = [p.data for p in parameters]
         for p, old in zip(parameters, module.initial, strict=True):
             p.data = old
         try:
-            prefix(b, name, model, grad)
+            prefix(b, name, model)
         finally:
             for p, new in zip(parameters, present, strict=True):
                 p.data = new

@@ -156,7 +156,7 @@ def test_two_ranks_equal_one(pair, plain, stage):
     expected, metrics = plain()
     result = pair[f"train{stage}"]
     assert largest_difference(result["weights"], expected) < BAR
-    timed = ("time/", "tokens_per", "rollout_tokens", "overlap", "units_", "decode_", "prefix_bytes", "lr")
+    timed = ("time/", "tokens_per", "rollout_tokens", "overlap", "units_", "decode_", "prefix_bytes", "memory/", "lr")
     for own, other in zip(result["steps"], metrics, strict=True):
         assert own.keys() >= {name for name in other if not name.startswith(timed)}
         for name in other:

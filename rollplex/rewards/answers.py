@@ -184,12 +184,18 @@ class MultipleChoice(_AnswerReward):
         return _of_option(plain, options)
 
     def _right(self, answer: Any, options: Sequence[str]) -> str:
-        if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < max(len(options), 26):
-            return chr(ord("A") + answer)
         plain = str(answer).strip().strip("().: ")
-        letter = _of_option(str(answer).strip(), options) or (plain.upper() if len(plain) == 1 else None)
+        letter = _of_option(str(answer).strip(), options)
+        if letter is None and len(plain) == 1 and plain.isalpha():
+            letter = plain.upper()
+        number = None if letter or isinstance(answer, bool) else _number(answer)  # files often have it as text
+        if number is not None and number.is_integer() and 0 <= number < (len(options) or 26):
+            letter = chr(ord("A") + int(number))
         if letter is None:
-            raise ValueError(f"the answer {str(answer)[:80]!r} is neither a letter nor one of the options")
+            raise ValueError(
+                f"the answer {str(answer)[:80]!r} is neither a letter nor the text or number (from 0) of one of "
+                f"{len(options)} options"
+            )
         return letter
 
 
