@@ -12,7 +12,8 @@ import yaml
 from helpers import picture
 from lightning.pytorch.cli import instantiate_class
 
-from rollplex import GRPOModule, Rollout, RollplexStrategy, VLMDataModule
+import rollplex
+from rollplex import GRPOModule, Rollout, VLMDataModule
 from rollplex.cli import main
 from rollplex.engines import VLLMEngine
 from rollplex.planner.configs import from_config
@@ -63,7 +64,7 @@ def test_the_7b_config_of_8_gpus_fits_80_gb_by_phase_and_not_with_everything_res
     states = found["states_gib"]
     assert states["rollout KV pool"] == 8.0
     assert states["actor_prefix_kv"] == pytest.approx(16 * 2048 * SHAPE.kv_bytes_per_token / 2**30)
-    assert states["float32 masters and moments"] == pytest.approx(92.7, abs=0.1)
+    assert states["float32 masters and moments"] == pytest.approx(92.7 / 8, abs=0.1)  # ZeRO-2
     assert "reference_weights" in states
 
 
@@ -86,11 +87,15 @@ def test_the_7b_config_of_one_gpu_fits_80_gb_because_of_phase_offload(gpu, capsy
 def test_places_come_from_the_config_and_flags_override_them(capsys, tmp_path):
     one, eight = SEVEN
     assert (from_config(str(one))["gpus"], from_config(str(eight))["gpus"]) == (1, 8)
-    sharded = plan(capsys, eight, "--shard-optimizer")["states_gib"]["float32 masters and moments"]
-    assert sharded == pytest.approx(92.7 / 8, abs=0.1)
-    text = eight.read_text().replace("class_path: rollplex.RollplexStrategy", "class_path: some.ZeroStrategy")
-    (tmp_path / "zero.yaml").write_text(text)
-    assert plan(capsys, tmp_path / "zero.yaml")["states_gib"]["float32 masters and moments"] == sharded
+    text = eight.read_text().replace(
+        "class_path: rollplex.RollplexDeepSpeedStrategy", "class_path: rollplex.RollplexDDPStrategy"
+    )
+    assert "RollplexDDPStrategy" in text
+    whole = tmp_path / "whole.yaml"
+    whole.write_text(text.replace("      stage: 2\n", ""))
+    for path, flags, ranks in ((eight, [], 8), (whole, [], 1), (whole, ["--shard-optimizer"], 8)):
+        found = plan(capsys, path, *flags)["states_gib"]["float32 masters and moments"]
+        assert found == pytest.approx(92.7 / ranks, abs=0.1)
     longer = plan(capsys, eight, "--boundary-tokens", "65536")["states_gib"]["actor_prefix_kv"]
     assert longer == pytest.approx(65536 * SHAPE.kv_bytes_per_token / 2**30)
     two = plan(capsys, eight, "--gpus", "2")["states_gib"]["actor_prefix_kv"]
@@ -101,10 +106,10 @@ def test_places_come_from_the_config_and_flags_override_them(capsys, tmp_path):
 def test_numbers_of_a_7b_config_belong_together(path):
     content = yaml.safe_load(path.read_text())
     model, data = content["model"]["init_args"], content["data"]["init_args"]
-    options = content["trainer"]["strategy"]["init_args"]
+    strategy, options = (content["trainer"]["strategy"][key] for key in ("class_path", "init_args"))
     engine = options.pop("engine")["init_args"]
     VLLMEngine(**engine)
-    RollplexStrategy(device="cpu", **options)
+    getattr(rollplex, strategy.removeprefix("rollplex."))(**options)
     GRPOModule(**model)  # settings that clash are refused here
     prompts = data["batch_size"] // content["trainer"]["devices"]
     rows, length, prompt = prompts * model["num_generations"], model["max_completion_length"], data["max_prompt_length"]
