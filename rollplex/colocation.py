@@ -129,6 +129,23 @@ def check_same_settings(module: Any, datamodule: Any, ranks: Ranks) -> None:
                 )
 
 
+class WithColocation:
+    """The part of a strategy with whole weights that owns a colocation."""
+
+    colocation: Colocation
+    lightning_module: Any
+
+    def whole_model(self) -> SplitModel:
+        """The policy with whole weights."""
+        return self.lightning_module.actor
+
+    def teardown(self) -> None:
+        self.colocation.close()
+        if hasattr(self.lightning_module, "close_rewards"):
+            self.lightning_module.close_rewards()
+        super().teardown()  # type: ignore[misc]
+
+
 class Colocation:
     """The engine and both lanes. A strategy holds one and forwards its set-up and teardown."""
 

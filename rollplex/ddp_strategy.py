@@ -9,15 +9,21 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
 from rollplex.checkpoints import AtomicCheckpointIO
-from rollplex.colocation import check_module, check_same_model, check_same_settings, check_trainer, make_colocation
+from rollplex.colocation import (
+    WithColocation,
+    check_module,
+    check_same_model,
+    check_same_settings,
+    check_trainer,
+    make_colocation,
+)
 from rollplex.engines.base import RolloutEngine
-from rollplex.models.split_model import SplitModel
 from rollplex.ranks import Ranks
 from rollplex.trainer_states import WithTrainerStates
 from rollplex.updates import WholeGradients
 
 
-class RollplexDDPStrategy(WithTrainerStates, DDPStrategy):
+class RollplexDDPStrategy(WithTrainerStates, WithColocation, DDPStrategy):
     """Use as `strategy: rollplex_ddp`, or with settings as a class_path.
 
     Each rank takes its groups of a rollout batch, with an engine of its own. Backward calls are not hooked: gradients
@@ -87,18 +93,6 @@ class RollplexDDPStrategy(WithTrainerStates, DDPStrategy):
         module.place(self.root_device)
         self.colocation.start(trainer, module.actor, module.processor, self.root_device)
         self.hold_states(module)
-
-    def whole_model(self) -> SplitModel:
-        """The policy with whole weights."""
-        module: Any = self.lightning_module
-        return module.actor
-
-    def teardown(self) -> None:
-        self.colocation.close()
-        module: Any = self.lightning_module
-        if hasattr(module, "close_rewards"):
-            module.close_rewards()
-        super().teardown()
 
 
 StrategyRegistry.register(

@@ -8,15 +8,14 @@ import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 
 from rollplex.checkpoints import AtomicCheckpointIO
-from rollplex.colocation import check_module, check_trainer, make_colocation
+from rollplex.colocation import WithColocation, check_module, check_trainer, make_colocation
 from rollplex.engines.base import RolloutEngine
-from rollplex.models.split_model import SplitModel
 from rollplex.ranks import Ranks
 from rollplex.trainer_states import WithTrainerStates
 from rollplex.updates import WholeGradients
 
 
-class RollplexStrategy(WithTrainerStates, SingleDeviceStrategy):
+class RollplexStrategy(WithTrainerStates, WithColocation, SingleDeviceStrategy):
     """Use as `strategy: rollplex`, or with settings as a class_path.
 
     Args:
@@ -82,18 +81,6 @@ class RollplexStrategy(WithTrainerStates, SingleDeviceStrategy):
                 "set both to 1, or strategy to rollplex_ddp, rollplex_zero1, rollplex_zero2 or rollplex_zero3"
             )
         check_trainer(trainer, self.precision_plugin.precision, self.colocation)
-
-    def whole_model(self) -> SplitModel:
-        """The policy with whole weights."""
-        module: Any = self.lightning_module
-        return module.actor
-
-    def teardown(self) -> None:
-        self.colocation.close()
-        module: Any = self.lightning_module
-        if hasattr(module, "close_rewards"):
-            module.close_rewards()
-        super().teardown()
 
 
 StrategyRegistry.register(

@@ -75,3 +75,20 @@ def vllm_engine(parity_folder, tmp_path_factory):
     set_rng_states(states)
     yield llm, folder
     llm.llm_engine.engine_core.shutdown()
+
+
+@pytest.fixture(scope="session")
+def clip(tmp_path_factory):
+    """2 seconds at 10 frames per second, lossless; frame i is a flat grey of level 10 * i (`helpers.levels` reads them)."""
+    import av
+    import numpy as np
+
+    path = tmp_path_factory.mktemp("clip") / "clip.mkv"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("ffv1", rate=10)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "gray"
+        for i in range(20):
+            frame = av.VideoFrame.from_ndarray(np.full((48, 64), 10 * i, np.uint8), format="gray")
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    return path

@@ -58,3 +58,8 @@ def monolithic_logps(model: Any, prompt: Prompt, response: torch.Tensor, tempera
 
 def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).norm() / b.norm().clamp_min(1e-12))
+
+
+def levels(video: Any) -> list[int]:
+    """Which frames of the `clip` fixture a video has."""
+    return [round(float(frame.mean()) / 10) for frame in video.frames]

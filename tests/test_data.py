@@ -8,12 +8,11 @@ import warnings
 from collections import Counter
 from itertools import chain
 
-import av
 import lightning
 import numpy as np
 import pytest
 import torch
-from helpers import picture
+from helpers import levels, picture
 from lightning.pytorch.callbacks import ModelCheckpoint
 from PIL import Image
 from torch import nn
@@ -104,24 +103,6 @@ def test_to_rgb_does_not_touch_its_argument():
 
 
 # ---- videos ----
-
-
-@pytest.fixture(scope="module")
-def clip(tmp_path_factory):
-    """2 seconds at 10 frames per second, lossless; frame i is a flat grey of level 10 * i."""
-    path = tmp_path_factory.mktemp("clip") / "clip.mkv"
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream("ffv1", rate=10)
-        stream.width, stream.height, stream.pix_fmt = 64, 48, "gray"
-        for i in range(20):
-            frame = av.VideoFrame.from_ndarray(np.full((48, 64), 10 * i, np.uint8), format="gray")
-            container.mux(stream.encode(frame))
-        container.mux(stream.encode(None))
-    return path
-
-
-def levels(video):
-    return [round(float(frame.mean()) / 10) for frame in video.frames]
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,9 @@ import pickle
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-import av
 import numpy as np
 import pytest
-from helpers import picture
+from helpers import levels, picture
 from PIL import Image, ImageFile
 
 from rollplex.data.images import open_image, to_rgb
@@ -92,24 +91,6 @@ def test_big_endian_sixteen_bit_is_the_same_picture():
 
 
 # ---- videos ----
-
-
-@pytest.fixture(scope="module")
-def clip(tmp_path_factory):
-    """2 seconds at 10 frames per second, lossless; frame i is a flat grey of level 10 * i."""
-    path = tmp_path_factory.mktemp("clip") / "clip.mkv"
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream("ffv1", rate=10)
-        stream.width, stream.height, stream.pix_fmt = 64, 48, "gray"
-        for i in range(20):
-            frame = av.VideoFrame.from_ndarray(np.full((48, 64), 10 * i, np.uint8), format="gray")
-            container.mux(stream.encode(frame))
-        container.mux(stream.encode(None))
-    return path
-
-
-def levels(video):
-    return [round(float(frame.mean()) / 10) for frame in video.frames]
 
 
 @pytest.mark.parametrize(
