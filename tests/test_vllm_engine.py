@@ -704,16 +704,26 @@ def seer() -> Qwen2_5VL:
 
 
 @pytest.fixture(scope="module")
-def blind(engine, seer, tiny_processor):
-    """An engine without a vision tower, with the weights of `seer`; every test leaves it idle and at version 0.
-
-    After `engine`: vLLM builds an unused tower on the meta device and keeps its rotary tables in a cache of the process,
-    where a later engine that has a tower would find them ("Cannot copy out of meta tensor").
-    """
+def blind(seer, tiny_processor):
+    """An engine without a vision tower, with the weights of `seer`; every test leaves it idle and at version 0."""
     engine = VLLMEngine(**SETTINGS, vision="shared")
     engine.start(EngineContext(model=seer, processor=tiny_processor, device=CPU))
     yield engine
     engine.close()
+
+
+@pytest.mark.slow
+def test_an_engine_with_a_tower_may_follow_one_without(seer, tiny_processor, prompts, monkeypatch):
+    """vLLM builds the unused tower on the meta device, and keeps its rotary tables where the next engine looks."""
+    from vllm.model_executor.layers import rotary_embedding
+
+    monkeypatch.setattr(rotary_embedding, "_ROPE_DICT", {})  # as in a process whose first engine has no tower
+    for vision in ("shared", "engine"):
+        engine = VLLMEngine(**SETTINGS, vision=vision)
+        engine.start(EngineContext(model=seer, processor=tiny_processor, device=CPU))
+        got = run(engine, requests_for(prompts[1:2], SamplingParams(max_tokens=6, temperature=0)))
+        engine.close()
+        assert got[0, 0].token_ids.tolist() == generate(seer.hf, prompts[1], 6)
 
 
 def test_vision_01_embeddings_of_the_trainers_tower(seer, blind, prompts):
