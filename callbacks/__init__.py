@@ -1,5 +1,6 @@
 """Callbacks that change or watch a run. Adding or removing one in the YAML is the ablation."""
 
+from rollplex.callbacks.environment_logger import EnvironmentLogger
 from rollplex.callbacks.export_model import ExportModel
 from rollplex.callbacks.graceful_stop import GracefulStop
 from rollplex.callbacks.group_streaming import GroupStreaming
@@ -14,6 +15,7 @@ from rollplex.callbacks.shared_weights import SharedWeights
 from rollplex.callbacks.timeline_logger import TimelineLogger
 
 __all__ = [
+    "EnvironmentLogger",
     "ExportModel",
     "GracefulStop",
     "GroupStreaming",

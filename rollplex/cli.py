@@ -1,4 +1,4 @@
-"""The `rollplex` command: LightningCLI's fit, validate, test and predict, and export, plan, verify."""
+"""The `rollplex` command: LightningCLI's fit, validate, test and predict, and export, plan, report, verify."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from rollplex.data.datamodule import VLMDataModule
 from rollplex.export import main as export_main
 from rollplex.module import GRPOModule
 from rollplex.planner.command import main as plan_main
+from rollplex.reports.command import main as report_main
 
 
 def _verify(arguments: list[str]) -> None:
@@ -29,13 +30,16 @@ def _verify(arguments: list[str]) -> None:
     main(arguments)
 
 
-COMMANDS: dict[str, Callable[[list[str]], None]] = {"export": export_main, "plan": plan_main, "verify": _verify}
+COMMANDS: dict[str, Callable[[list[str]], None]] = {
+    "export": export_main, "plan": plan_main, "report": report_main, "verify": _verify,
+}  # fmt: skip
 """Subcommands that are not the Trainer's, with parsers of their own."""
 
 DEFAULT_CALLBACKS = (
     "rollplex.callbacks.GracefulStop",
     "rollplex.callbacks.PhaseProgressBar",
     "rollplex.callbacks.PredictionWriter",
+    "rollplex.callbacks.EnvironmentLogger",
 )
 """What every run gets unless its YAML has one of the same class (for the bar: any other bar, or none)."""
 

@@ -228,6 +228,30 @@ def install_gpu(tier: str) -> None:
     pip(f"rollplex and the packages of its {tier} set, for GPUs", "install", "-e", extras)
 
 
+CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
+
+
+def install_chromium() -> None:
+    """The browser that the report's tests look with; Debian's, as root. Without it they skip, saying so."""
+    if any(map(shutil.which, CHROMIUM)):
+        return
+    if os.geteuid() != 0 or shutil.which("apt-get") is None:
+        say("note: no Chromium, so the report's browser tests will be skipped (Debian: apt-get install chromium)")
+        return
+    say("Chromium, for the report's tests ...")
+    quiet = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    for command in (["update"], ["install", "-y", "--no-install-recommends", "chromium"]):
+        try:
+            done = subprocess.run(["apt-get", *command], env=quiet, capture_output=True, text=True, timeout=600)
+        except subprocess.TimeoutExpired:
+            say(f"note: apt-get {command[0]} took over 10 minutes; the report's browser tests will be skipped")
+            return
+        if done.returncode:
+            reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+            say(f"note: apt-get {command[0]} failed ({reason}); the report's browser tests will be skipped")
+            return
+
+
 def set_up(tier: str) -> None:
     """Bring .venv to `tier` ("core" or "test"); raise SetupError when it cannot be."""
     if complete(tier):
@@ -240,6 +264,8 @@ def set_up(tier: str) -> None:
             raise SetupError(f"{VENV} has no pip and cannot get it: delete it and run this again")
     pip("pip", "install", "--upgrade", "pip")
     (install_gpu if has_gpu() else install_cpu)(tier)
+    if tier == "test":
+        install_chromium()
     say("importing everything once")
     check_imports(tier)
     stamp_of(tier).write_text(fingerprint())

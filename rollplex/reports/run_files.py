@@ -1,0 +1,296 @@
+"""What a run left in its folder, read back: scalars, config, environment, a step's trace, memory, samples.
+
+Every part may be absent, or damaged: then it is named with what would have written it, and the rest is read.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from rollplex.planner.calibrate import read_trace
+from rollplex.residency import Profile, profile_from_json
+from rollplex.timeline import Span
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Series:
+    """One scalar of a run."""
+
+    steps: tuple[float, ...]
+    """Rollout batches done when it was logged, ascending."""
+    values: tuple[float, ...]
+    """Finite."""
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """MemoryReport's file."""
+
+    profile: Profile
+    classes: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """TimelineLogger's last file."""
+
+    name: str
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True)
+class SampleSet:
+    """RolloutLogger's samples of one rollout batch."""
+
+    step: int
+    split: str
+    records: tuple[Mapping[str, Any], ...]
+    folder: Path
+    """Where the names of its pictures begin."""
+
+
+@dataclass(frozen=True)
+class Missing:
+    """A part that could not be read."""
+
+    what: str
+    why: str
+    """What writes it, or what is wrong with it."""
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """A run folder's content."""
+
+    folder: Path
+    scalars: Mapping[str, Series] = field(default_factory=dict)
+    config: str | None = None
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    trace: Trace | None = None
+    memory: Memory | None = None
+    samples: tuple[SampleSet, ...] = ()
+    missing: tuple[Missing, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.folder.resolve().name
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """The config as nested mappings; empty without one."""
+        try:
+            found = yaml.safe_load(self.config) if self.config else {}
+        except yaml.YAMLError:
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    @property
+    def callbacks(self) -> list[str]:
+        """Class names of the config's callbacks."""
+        trainer = self.settings.get("trainer")
+        listed = (trainer.get("callbacks") if isinstance(trainer, dict) else None) or []
+        paths = [c.get("class_path", "") if isinstance(c, dict) else c for c in listed if isinstance(c, dict | str)]
+        return [str(path).rpartition(".")[2] for path in paths]
+
+
+HOW = {
+    "curves": "no metrics.csv and no TensorBoard events: add lightning.pytorch.loggers.CSVLogger to trainer.logger, "
+    "with save_dir in the run's folder",
+    "timeline": "no timeline/step_*.json: add rollplex.callbacks.TimelineLogger to trainer.callbacks",
+    "memory": "no memory.json: add rollplex.callbacks.MemoryReport to trainer.callbacks; it writes when the run ends",
+    "samples": "no rollouts/step_*.jsonl: add rollplex.callbacks.RolloutLogger to trainer.callbacks",
+    "config": "no config.yaml beside the logger's files: `rollplex fit` writes one; a run from Python has none",
+    "environment": "no environment.json: `rollplex fit` writes one; from Python add "
+    "rollplex.callbacks.EnvironmentLogger to the Trainer's callbacks",
+}
+"""Part -> what writes it."""
+
+
+def read_run(folder: Path, *, sample_sets: int = 3) -> RunFiles:
+    """Everything that is there.
+
+    Args:
+        sample_sets: Rollout batches of which samples are read: the first, the last, and some between.
+
+    Raises:
+        ValueError: the folder does not exist, or nothing in it was written by a run.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no folder: give the default_root_dir of a run")
+    missing: list[Missing] = []
+
+    def part(name: str, read: Callable[[Path], T | None]) -> T | None:
+        try:
+            found = read(folder)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, csv.Error) as error:
+            missing.append(Missing(name, f"damaged: {type(error).__name__}: {error}"))
+            return None
+        if not found:
+            missing.append(Missing(name, HOW[name]))
+        return found
+
+    run = RunFiles(
+        folder,
+        scalars=part("curves", read_scalars) or {},
+        trace=part("timeline", _last_trace),
+        memory=part("memory", _memory),
+        samples=part("samples", lambda f: _samples(f, sample_sets)) or (),
+        config=part("config", _config),
+        environment=part("environment", _environment) or {},
+    )
+    if len(missing) == len(HOW) and not any(m.why.startswith("damaged") for m in missing):
+        raise ValueError(
+            f"{folder} is no run: it holds none of metrics.csv, TensorBoard events, timeline/, memory.json, rollouts/, "
+            "config.yaml, environment.json. Give the default_root_dir of a run of `rollplex fit`"
+        )
+    return RunFiles(**{**run.__dict__, "missing": tuple(missing)})
+
+
+def _newest(paths: Iterator[Path]) -> list[Path]:
+    """Oldest first."""
+    return sorted(paths, key=lambda path: (path.stat().st_mtime, path.name))
+
+
+# ---- scalars ----
+
+
+def read_scalars(folder: Path) -> dict[str, Series]:
+    """Of CSVLogger's files, else of TensorBoard's.
+
+    A version that begins later than the one before it continues that one (a resumed run); one that begins anew is
+    another run, and only the newest counts.
+    """
+    files = _newest(folder.rglob("metrics.csv"))
+    read = _csv_points
+    if not files:
+        files, read = _newest(folder.rglob("*tfevents*")), _event_points
+    parts: list[dict[str, dict[float, float]]] = []
+    begins = math.inf
+    for path in reversed(files):
+        points = read(path)
+        first = min((step for by_step in points.values() for step in by_step), default=math.inf)
+        if first >= begins:
+            break
+        parts.append({name: {s: v for s, v in by_step.items() if s < begins} for name, by_step in points.items()})
+        begins = first
+        if begins <= 1:
+            break
+    merged: dict[str, dict[float, float]] = {}
+    for points in reversed(parts):
+        for name, by_step in points.items():
+            merged.setdefault(name, {}).update(by_step)
+    series = {n: sorted((s, v) for s, v in by_step.items() if math.isfinite(v)) for n, by_step in merged.items()}
+    return {n: Series(tuple(s for s, _ in p), tuple(v for _, v in p)) for n, p in series.items() if p}
+
+
+def _csv_points(path: Path) -> dict[str, dict[float, float]]:
+    """name -> rollout batches done -> value. Lightning counts batches from 0, and leaves cells empty."""
+    out: dict[str, dict[float, float]] = {}
+    with path.open(newline="", errors="replace") as file:
+        for row in csv.DictReader(file):
+            step = _float(row.get("step"))
+            if step is None:
+                continue
+            for name, text in row.items():
+                value = _float(text) if name not in (None, "step", "epoch") else None
+                if value is not None:
+                    out.setdefault(name, {})[step + 1] = value
+    return out
+
+
+def _event_points(path: Path) -> dict[str, dict[float, float]]:
+    from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
+
+    events = EventAccumulator(str(path), size_guidance={SCALARS: 20_000})
+    events.Reload()
+    names = [name for name in events.Tags()[SCALARS] if name not in ("epoch", "hp_metric")]
+    return {name: {float(e.step + 1): float(e.value) for e in events.Scalars(name)} for name in names}
+
+
+def _float(text: Any) -> float | None:
+    try:
+        return float(text) if text not in (None, "") else None
+    except (TypeError, ValueError):
+        return None
+
+
+# ---- the other parts ----
+
+
+def _last_trace(folder: Path) -> Trace | None:
+    files = _newest(folder.rglob("timeline/step_*.json"))
+    return Trace(files[-1].stem, tuple(read_trace(files[-1]))) if files else None
+
+
+def _memory(folder: Path) -> Memory | None:
+    files = _newest(folder.rglob("memory*.json"))
+    if not files:
+        return None
+    content = json.loads(files[-1].read_text())
+    return Memory(profile_from_json(content["states"]), dict(content.get("classes", {})))
+
+
+def _config(folder: Path) -> str | None:
+    """The YAML that LightningCLI saved. A model's config.json, and another program's YAML, are none."""
+    files = [f for f in _newest(folder.rglob("config.yaml")) if "class_path" in f.read_text(errors="replace")]
+    return files[-1].read_text(errors="replace") if files else None
+
+
+def _environment(folder: Path) -> dict[str, Any]:
+    files = _newest(folder.rglob("environment*.json"))
+    content = json.loads(files[-1].read_text()) if files else {}
+    if not isinstance(content, dict):
+        raise ValueError(f"{files[-1].name} holds no mapping")
+    return content
+
+
+def _samples(folder: Path, sets: int) -> tuple[SampleSet, ...]:
+    """Of the first, the last and evenly chosen rollout batches between, train and validation apart."""
+    files = sorted(folder.rglob("rollouts/step_*.jsonl"), key=lambda path: _step_of(path))
+    chosen = [files[i] for i in spread(len(files), sets)]
+    out = []
+    for path in chosen:
+        by_split: dict[str, list[Mapping[str, Any]]] = {}
+        for line in path.read_text(errors="replace").splitlines():
+            record = _record(line)
+            if record is not None:
+                by_split.setdefault(str(record.get("split", "train")), []).append(record)
+        out += [SampleSet(_step_of(path), split, tuple(r), path.parent) for split, r in by_split.items()]
+    return tuple(out)
+
+
+def _record(line: str) -> Mapping[str, Any] | None:
+    """None for half a line of a run that was killed."""
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("responses"), list) else None
+
+
+def _step_of(path: Path) -> int:
+    found = re.search(r"step_(\d+)", path.stem)
+    return int(found.group(1)) if found else 0
+
+
+def spread(total: int, wanted: int) -> list[int]:
+    """At most `wanted` of 0..total-1, evenly, first and last among them."""
+    if total <= wanted:
+        return list(range(total))
+    if wanted == 1:
+        return [total - 1]
+    return sorted({round(i * (total - 1) / (wanted - 1)) for i in range(wanted)})
