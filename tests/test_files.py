@@ -7,6 +7,7 @@ import copy
 import io
 import json
 import pickle
+import re
 from pathlib import Path
 
 import av
@@ -379,6 +380,7 @@ BAD = {
     "picture type": ({"problem": "a", "images": [3]}, r"images\[0\] must be a path, bytes"),
     "no picture": ({"problem": "a", "image": "train.jsonl"}, "cannot identify"),
     "no answer": ({"problem": "a", "answer": None}, "has no answer, which ExactMatch needs"),
+    "empty answer": ({"problem": "a", "answer": []}, "has an empty list as answer, which ExactMatch needs"),
     "many": ({"problem": "a", "images": [ONE] * 5000}, "images has 5000 entries; at most 4096"),
 }
 
@@ -464,10 +466,17 @@ def test_a_part_of_the_rows_is_held_out(folder):
         ({"validation_size": 1, "validation_path": "x"}, "both set"),
         ({"media_roots": ["nowhere"]}, "media_roots names 'nowhere'"),
         ({"format": "csv"}, "format='csv' is unknown"),
+        *(({"path": path}, f"path={path!r} must name a file or a folder") for path in (5, None, "", [], [""], [5], {})),
+        ({"validation_path": []}, r"validation_path=\[\] must name"),
+        ({"test_path": ""}, "test_path='' must name"),
+        ({"media_roots": "pictures"}, r"media_roots='pictures' must be a list, e.g. \[pictures\]"),
+        ({"allowed_url_hosts": "example.org"}, "allowed_url_hosts='example.org' must be a list"),
+        ({"seed": -1}, "seed=-1 must be a whole number, 0 or more"),
+        ({"seed": 1.5}, "seed=1.5 must be a whole number"),
     ],
 )
 def test_settings_that_cannot_work(settings, message, folder):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message if "\\" in message else re.escape(message)):
         task_of(folder, **settings).samples("train")
 
 

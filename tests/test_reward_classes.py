@@ -106,6 +106,7 @@ def test_exact_match(text, answer, settings, wanted):
         ("4.0", "4", {}, 1), ("1,234", 1234, {}, 1), ("$5", "5", {}, 1), ("12%", "12", {}, 1), ("4", "4.1", {}, 0),
         ("4", "4.1", {"relative_tolerance": 0.05}, 1), ("four", "4", {}, 0), ("nan", "4", {}, 0), ("inf", "4", {}, 0),
         ("-3e2", "-300", {}, 1), ("9" * 10_000, "4", {}, 0), ("x is 7", "7", {"extract": r"-?\d+"}, 1),
+        ("\u22125", "-5", {}, 1), ("-5", "\u22125", {}, 1), ("\u22125", "5", {}, 0), ("1_000", "1000", {}, 0),
     ],
 )  # fmt: skip
 def test_numeric(text, answer, settings, wanted):
@@ -115,6 +116,14 @@ def test_numeric(text, answer, settings, wanted):
 def test_numeric_says_that_an_answer_is_no_number():
     with pytest.raises(ValueError, match="'blue' is no number"):
         worth(Numeric(), "4", "blue")
+    with pytest.raises(ValueError, match="'1_000' is no number"):
+        worth(Numeric(), "1000", "1_000")
+
+
+@pytest.mark.parametrize("reward", [ExactMatch(), Numeric(), MathVerify()], ids=lambda reward: reward.name)
+def test_an_empty_list_of_answers_is_an_error(reward):
+    with pytest.raises(ValueError, match="the answer is an empty list"):
+        worth(reward, "4", [])
 
 
 @pytest.mark.parametrize(
@@ -148,6 +157,12 @@ def test_multiple_choice_without_options_and_with_a_bad_answer():
         worth(MultipleChoice(), "A", "violet", options=["blue"])
 
 
+@pytest.mark.parametrize("options", ["red,green", {"A": "red"}, 3])
+def test_multiple_choice_refuses_options_that_are_no_list(options):
+    with pytest.raises(ValueError, match=f"options is {type(options).__name__}.* it must be a list of choices"):
+        worth(MultipleChoice(), "A", "A", options=options)
+
+
 def test_iou_is_that_of_counted_pixels():
     rng = np.random.default_rng(0)
     for _ in range(50):
@@ -176,14 +191,21 @@ def test_several_boxes_are_paired_at_their_best():
         ("[0, 0, 10, 5]", [0, 0, 10, 10], {"threshold": 0.5}, 1), ("[0, 0, 10, 4]", [0, 0, 10, 10], {"threshold": 0.5}, 0),
         ("[5, 5, 10, 10]", [5, 5, 10, 10], {"box_format": "xywh"}, 1), ("nothing", [0, 0, 1, 1], {}, 0),
         ("[10, 10, 0, 0]", [0, 0, 10, 10], {}, 0), ("[0, 0, 10, 10]" * 65, [0, 0, 10, 10], {}, 0),
-        (f"[0, 0, {'9' * 400}, 10]", [0, 0, 10, 10], {}, 0),
+        (f"[0, 0, {'9' * 400}, 10]", [0, 0, 10, 10], {}, 0), ("[0, 0, 1e999, 10]", [0, 0, 10, 10], {}, 0),
+        ("[.0, 0., 1e1, +5.0E0]", [0, 0, 10, 10], {}, 0.5), ("[.5, .5, 1.5, 1]", [0.5, 0.5, 1.5, 1.5], {}, 0.5),
+        ("[0, 0, 10, 5]", [[0, 0], [10, 10]], {}, 0.5), ("[[0, 0], [10, 5]]", "[[0, 0], [10, 10]]", {}, 0.5),
+        ("[0, 0, 1, 1] [2, 2, 3, 3]", [[[0, 0], [1, 1]], [2, 2, 3, 3]], {}, 1),
     ],
 )  # fmt: skip
 def test_box_iou(text, answer, settings, wanted):
     assert worth(BoxIoU(**settings), text, answer) == pytest.approx(wanted)
 
 
-@pytest.mark.parametrize("answer", [[], "none", [1, 2, 3], [0, 0, 0, 0], [5, 5, 1, 1], ["a", 0, 1, 1], {"x": 1}])
+@pytest.mark.parametrize(
+    "answer",
+    [[], "none", [1, 2, 3], [0, 0, 0, 0], [5, 5, 1, 1], ["a", 0, 1, 1], {"x": 1},
+     [[0, 0], [1]], [[0, 0], [1, "a"]], [[0, 0], [1, 1], [2, 2]], [[0, 0, 1, 1], 5], [[[0, 0], [1, 1], [2, 2]]]],
+)  # fmt: skip
 def test_box_iou_says_that_an_answer_holds_no_box(answer):
     with pytest.raises(ValueError, match="holds no boxes"):
         worth(BoxIoU(), "[0, 0, 1, 1]", answer)

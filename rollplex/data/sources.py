@@ -176,6 +176,7 @@ def open_rows(path: str | Path | Sequence[str | Path], format: Format = "auto") 
     """
     if format not in get_args(Format):
         raise ValueError(f"format={format!r} is unknown; set one of {', '.join(get_args(Format))}")
+    check_paths("path", path)
     paths = [Path(p) for one in ([path] if isinstance(path, str | Path) else path) for p in _matches(str(one))]
     sources = [_open(p, format) for p in paths]
     names = [source.path.resolve() for source in sources]
@@ -185,6 +186,13 @@ def open_rows(path: str | Path | Sequence[str | Path], format: Format = "auto") 
         if not len(source):
             raise ValueError(f"{source.path} has no rows")
     return sources
+
+
+def check_paths(setting: str, path: Any) -> None:
+    """Raises ValueError, naming the setting, for what is neither a path nor a list of one or more."""
+    paths = path if isinstance(path, list | tuple) else [path]
+    if not paths or any(not isinstance(one, str | Path) or not str(one).strip() for one in paths):
+        raise ValueError(f"{setting}={path!r} must name a file or a folder, or be a list of one or more such names")
 
 
 class Offsets:

@@ -67,7 +67,8 @@ class ExactMatch(_AnswerReward):
 class Numeric(_AnswerReward):
     """1 if the response is a number close to the answer, else 0. For formulas see `MathVerify`.
 
-    Thousands commas, a currency sign and a percent sign around a number are passed over.
+    Thousands commas, a currency sign and a percent sign around a number are passed over; a minus may be the typographic
+    one.
     """
 
     def __init__(
@@ -164,13 +165,20 @@ class MultipleChoice(_AnswerReward):
         self.options = options
 
     def score(self, sample: Sample, response: Rollout) -> float:
-        options = [str(option).strip() for option in sample.columns.get(self.options) or ()]
+        options = self._options(sample.columns.get(self.options))
         text = extract_answer(response.text, self.extract)
         if text is None:
             return 0.0
         boxed = last_boxed(text)
         given = self._letter(boxed if boxed is not None else text, options)
         return float(given is not None and given == self._right(sample["answer"], options))
+
+    def _options(self, given: Any) -> list[str]:
+        if given is not None and not isinstance(given, list | tuple):
+            raise ValueError(
+                f"{self.options} is {type(given).__name__}, {str(given)[:80]!r}; it must be a list of choices"
+            )
+        return [str(option).strip() for option in given or ()]
 
     def _letter(self, text: str, options: Sequence[str]) -> str | None:
         plain = text.strip().strip("().:* ")
@@ -200,7 +208,9 @@ class MultipleChoice(_AnswerReward):
 
 
 def as_list(answer: Any) -> list[Any]:
-    """An answer, or a list of right ones, as a list."""
+    """An answer, or a list of right ones, as a list. ValueError for an empty one, with which nothing could be right."""
+    if isinstance(answer, list | tuple) and not answer:
+        raise ValueError("the answer is an empty list; nothing could be right")
     return list(answer) if isinstance(answer, list | tuple) else [answer]
 
 
@@ -216,8 +226,8 @@ def _of_option(text: str, options: Sequence[str]) -> str | None:
 def _number(text: Any) -> float | None:
     if isinstance(text, int | float) and not isinstance(text, bool):
         return float(text) if math.isfinite(text) else None
-    plain = str(text).strip().strip("$€£% ").replace(",", "")
-    if len(plain) > 64:
+    plain = str(text).strip().strip("$€£% ").replace(",", "").replace("\N{MINUS SIGN}", "-")
+    if len(plain) > 64 or "_" in plain:  # Python reads 1_000; nobody writes it as an answer
         return None
     try:
         number = float(plain)

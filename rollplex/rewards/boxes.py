@@ -17,7 +17,7 @@ from rollplex.rewards.extract import SECONDS, check_pattern, extract_answer
 MOST_BOXES = 64
 """Boxes of a response that are compared; one with more than that many gets 0."""
 
-_NUMBER = r"\s*(-?\d+(?:\.\d+)?)\s*"
+_NUMBER = r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*"
 _BOX = regex.compile(rf"[\[(]{_NUMBER},{_NUMBER},{_NUMBER},{_NUMBER}[\])]")
 _PAIRS = regex.compile(rf"[\[(]{_NUMBER},{_NUMBER}[\])]\s*,\s*[\[(]{_NUMBER},{_NUMBER}[\])]")
 
@@ -106,7 +106,7 @@ def _sound(boxes: np.ndarray) -> np.ndarray:
 
 
 def _boxes_of(answer: Any) -> list[list[float]]:
-    """A box, a list of boxes, or text that holds them."""
+    """A box (four numbers, or two corners), a list of boxes, or text that holds them."""
     if isinstance(answer, str):
         try:
             return _boxes_of(json.loads(answer))
@@ -114,7 +114,24 @@ def _boxes_of(answer: Any) -> list[list[float]]:
             return find_boxes(answer)
     if not isinstance(answer, list | tuple) or not answer:
         return []
-    boxes = answer if isinstance(answer[0], list | tuple) else [answer]
+    single = not isinstance(answer[0], list | tuple) or _is_pair(answer)
+    boxes = [_flat(box) for box in ([answer] if single else answer)]
     if any(len(box) != 4 or not all(isinstance(v, int | float) and math.isfinite(v) for v in box) for box in boxes):
         return []
     return [[float(value) for value in box] for box in boxes]
+
+
+def _is_pair(box: Any) -> bool:
+    """Whether it is two corners, [[x1, y1], [x2, y2]]."""
+    return (
+        isinstance(box, list | tuple) and len(box) == 2
+        and all(isinstance(corner, list | tuple) and len(corner) == 2 for corner in box)
+        and not any(isinstance(value, list | tuple) for corner in box for value in corner)
+    )  # fmt: skip
+
+
+def _flat(box: Any) -> list[Any]:
+    """The four numbers of a box; anything else gives no four."""
+    if _is_pair(box):
+        return [value for corner in box for value in corner]
+    return list(box) if isinstance(box, list | tuple) else []

@@ -10,9 +10,11 @@ import numpy as np
 from PIL import Image
 
 from rollplex.data.records import Rollout, Sample
+from rollplex.tasks import one_letter
 from rollplex.tasks.base import Split, VLMTask
 
 CLASSES = 10
+DIGITS = tuple("0123456789")
 
 
 class Digits(VLMTask):
@@ -29,9 +31,7 @@ class Digits(VLMTask):
 
     - `correct`: 1 when the response is well formed and the digit is right, else 0.
     - `format`: `format_reward` when the response is well formed (one digit, then the end token), whatever the digit;
-      half of it when only a part is (the text begins with a digit, or two tokens of which the second ends it); else 0.
-      A random model ends with the token after a digit about once in 7,000 tries and would find nothing to improve
-      without these steps.
+      half of it when only a part is (`rollplex.tasks.one_letter`); else 0.
 
     What cannot be gained: listing several digits (then nothing is well formed), never ending, or answering one
     constant digit, which earns 0.1 on average plus the format. Keep `format_reward` well below 1, or being well formed
@@ -116,26 +116,10 @@ class Digits(VLMTask):
         return [{"role": "user", "content": parts}]
 
     def reward(self, sample: Sample, response: Rollout) -> dict[str, float]:
-        well_formed = _well_formed(response)
-        if well_formed:
-            share = 1.0
-        else:
-            starts = response.text[:1] in _DIGITS
-            ends = len(response) == 2 and response.finish_reason == "stop"
-            share = 0.5 if starts or ends else 0.0
-        right = well_formed and response.text == sample["answer"]
-        return {"correct": float(right), "format": self.format_reward * share}
+        return one_letter.score(response, sample["answer"], DIGITS, self.format_reward)
 
     def correct(self, sample: Sample, response: Rollout) -> bool:
-        return _well_formed(response) and response.text == sample["answer"]
-
-
-_DIGITS = tuple("0123456789")
-
-
-def _well_formed(response: Rollout) -> bool:
-    """One token that is a digit, and the end token. (Two tokens: special tokens do not show in the text.)"""
-    return len(response) == 2 and response.finish_reason == "stop" and response.text in _DIGITS
+        return one_letter.well_formed(response, DIGITS) and response.text == sample["answer"]
 
 
 @cache

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from rollplex.data.media import MediaAccess
 from rollplex.data.records import Sample
-from rollplex.data.sources import Format, Offsets, Rows, open_rows
+from rollplex.data.sources import Format, Offsets, Rows, check_paths, open_rows
 from rollplex.rewards.base import Reward
 from rollplex.tasks.base import Split, VLMTask
 from rollplex.tasks.layout import Layout
@@ -64,8 +65,16 @@ class FileTask(VLMTask):
         media_roots: folders that files of rows must lie in; None is the folder of each path.
         allowed_url_hosts: hosts that pictures and videos may be fetched from; None fetches nothing.
         """
-        if validation_size < 0:
-            raise ValueError(f"validation_size={validation_size} must be 0 or more")
+        check_paths("path", path)
+        for name, given in (("validation_path", validation_path), ("test_path", test_path)):
+            if given is not None:
+                check_paths(name, given)
+        for name, listed in (("media_roots", media_roots), ("allowed_url_hosts", allowed_url_hosts)):
+            if listed is not None and (not isinstance(listed, list | tuple) or not all(map(_is_name, listed))):
+                raise ValueError(f"{name}={listed!r} must be a list, e.g. [{listed if _is_name(listed) else '...'}]")
+        for name, number in (("validation_size", validation_size), ("seed", seed)):
+            if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+                raise ValueError(f"{name}={number!r} must be a whole number, 0 or more")
         if validation_size and validation_path is not None:
             raise ValueError(f"validation_size={validation_size} and validation_path are both set; set one of them")
         if not rewards and type(self).reward is VLMTask.reward:
@@ -114,6 +123,10 @@ class FileTask(VLMTask):
         return FileRows(sources, np.sort(order), self)
 
 
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str | Path) and bool(str(value))
+
+
 class FileRows(Sequence[Sample]):
     """Some rows of some sources, as samples."""
 
@@ -132,8 +145,11 @@ class FileRows(Sequence[Sample]):
         answer = self._layout.answer(row)
         columns = row if answer is None else {**row, "answer": answer}
         for name, reward in self._needed.items():
-            if columns.get(name) is None:
+            value = columns.get(name)
+            if value is None:
                 raise ValueError(f"has no {name}, which {reward} needs; its fields are {', '.join(map(str, row))}")
+            if isinstance(value, list | tuple) and not value:
+                raise ValueError(f"has an empty list as {name}, which {reward} needs")
         return Sample(self.row_ids[number], columns)
 
     @property

@@ -1,0 +1,125 @@
+"""Tasks whose rows are drawn by a seeded generator: as many as wanted, nothing downloaded."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Hashable, Sequence
+from functools import cached_property
+from random import Random
+from typing import Any
+
+from rollplex.data.records import Rollout, Sample
+from rollplex.tasks import one_letter
+from rollplex.tasks.base import Split, VLMTask
+
+TRIES = 200
+"""Scenes drawn in a row that are all in the set already, before the settings are said to have too few."""
+
+
+class GeneratedTask(VLMTask):
+    """Rows drawn from (seed, number of the row). A scene never comes twice, in a split or in two: the one that would is
+    drawn again.
+
+    Validation has the first rows, so it does not depend on `train_size`; "test" is the validation split, as there is no
+    third one. Pictures are drawn when a row is asked for; only scenes are held in memory.
+    """
+
+    def __init__(
+        self, train_size: int, validation_size: int, seed: int, image_size: int, question: str, format_reward: float,
+        names: Sequence[str], least: int = 1,
+    ) -> None:  # fmt: skip
+        """
+        names: what `question` may name in braces.
+        least: rows that a split must have.
+        """
+        for name, value in (("train_size", train_size), ("validation_size", validation_size)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name}={value!r} must be a whole number, {least} or more")
+        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+            raise ValueError(f"seed={seed!r} must be a whole number, 0 or more")
+        if not 0 <= format_reward < 1:
+            raise ValueError(f"format_reward={format_reward} must be in [0, 1): less than a right answer is worth")
+        if not 16 <= image_size <= 4096:
+            raise ValueError(f"image_size={image_size} must be between 16 and 4096 pixels")
+        try:
+            question.format(**dict.fromkeys(names, ""))
+        except (KeyError, IndexError, ValueError) as error:
+            known = ", ".join(f"{{{name}}}" for name in names)
+            raise ValueError(f"question={question!r} may name {known} in braces, and nothing else") from error
+        self.train_size, self.validation_size, self.seed = train_size, validation_size, seed
+        self.image_size, self.question, self.format_reward = image_size, question, format_reward
+
+    @abstractmethod
+    def row(self, rng: Random, number: int) -> tuple[Hashable, Any]:
+        """A random scene, with its right answer. Equal scenes must look equal, and only they."""
+
+    @abstractmethod
+    def asked(self, scene: Any) -> str:
+        """The question about a scene."""
+
+    @abstractmethod
+    def media(self, scene: Any) -> dict[str, Any]:
+        """The scene's picture or video, as a part of a chat message."""
+
+    def samples(self, split: Split) -> Sequence[Sample]:
+        return self._rows[self.validation_size :] if split == "train" else self._rows[: self.validation_size]
+
+    @cached_property
+    def _rows(self) -> tuple[Sample, ...]:
+        seen: set[Hashable] = set()
+        return tuple(self._sample(number, seen) for number in range(self.validation_size + self.train_size))
+
+    def _sample(self, number: int, seen: set[Hashable]) -> Sample:
+        rng = Random(f"{self.seed}-{number}")
+        for _ in range(TRIES):
+            scene, answer = self.row(rng, number)
+            if scene not in seen:
+                seen.add(scene)
+                columns = {"scene": scene, "question": self.asked(scene), "answer": answer}
+                return Sample(f"{type(self).__name__.lower()}-{self.seed}-{number}", columns)
+        raise ValueError(
+            f"these settings have too few different scenes for train_size={self.train_size} and validation_size="
+            f"{self.validation_size} ({len(seen)} found): lower them, or allow more sizes, colours or shapes"
+        )
+
+    def messages(self, sample: Sample) -> list[dict[str, Any]]:
+        parts = [self.media(sample["scene"]), {"type": "text", "text": sample["question"]}]
+        return [{"role": "user", "content": parts}]
+
+
+class ChoiceTask(GeneratedTask):
+    """A generated task whose right answers are one character each.
+
+    Row i shows a scene whose right answer is `choices[i % len(choices)]`, so that every answer has its share of each
+    split: one constant answer is right in 1 / len(choices) of the rows.
+
+    The reward has two named parts, so that their curves can be told apart:
+
+    - `correct`: 1 when the response is one token that is the right answer, and the end token; else 0.
+    - `format`: `format_reward` when the response is any one of the choices and the end token, half of it when only a
+      part of that is there (`rollplex.tasks.one_letter`). Keep it well below 1, or being well formed pays as much as
+      looking at the picture.
+    """
+
+    def __init__(
+        self, choices: Sequence[str], train_size: int, validation_size: int, seed: int, image_size: int, question: str,
+        format_reward: float, names: Sequence[str],
+    ) -> None:  # fmt: skip
+        self.choices = tuple(choices)
+        super().__init__(
+            train_size, validation_size, seed, image_size, question, format_reward, names, least=len(choices)
+        )
+
+    @abstractmethod
+    def scene(self, rng: Random, answer: str) -> Hashable:
+        """A random scene to which `answer` is the right answer."""
+
+    def row(self, rng: Random, number: int) -> tuple[Hashable, str]:
+        answer = self.choices[number % len(self.choices)]
+        return self.scene(rng, answer), answer
+
+    def reward(self, sample: Sample, response: Rollout) -> dict[str, float]:
+        return one_letter.score(response, sample["answer"], self.choices, self.format_reward)
+
+    def correct(self, sample: Sample, response: Rollout) -> bool:
+        return one_letter.well_formed(response, self.choices) and response.text == sample["answer"]
