@@ -25,4 +25,5 @@ class SharedWeights(PhaseCallback):
                 "(TorchEngine decodes on the trainer's tensors anyway)"
             )
         # Until the engine is closed; the strategy starts it after it has placed the model.
-        engine.bind(SplitWeights() if engine.tensor_parallel_size > 1 else Sharing())
+        split = engine.tensor_parallel_size > 1 or getattr(trainer.strategy, "train_tp", 1) > 1
+        engine.bind(SplitWeights() if split else Sharing())

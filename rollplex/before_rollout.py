@@ -30,7 +30,8 @@ class BeforeRollout:
         if self.lockstep is not None:
             raise ValueError(
                 "callbacks: PrefillReuse takes the trainer's prefixes before the decode, and with parameters sharded "
-                "over several ranks (ZeRO-3) each rank would have to wait for all; take it out, or use ZeRO-2"
+                "over several ranks (ZeRO-3, train_tp) each rank would have to wait for all; take it out, or use "
+                "ZeRO-2 with train_tp 1"
             )
         for unit in [u for u in pending if u.kind in PREFILL_KINDS and self._ready(u, state)]:
             self.check_stop()

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from rollplex.models.split_model import SplitModel
     from rollplex.step import GRPOStep
+    from rollplex.tensor_parallel import Shards
 
 log = logging.getLogger(__name__)
 
@@ -75,18 +76,19 @@ def make_colocation(
     )
 
 
-def check_trainer(trainer: Any, precision: str, colocation: Colocation) -> None:
-    """What no strategy with a colocated engine can do, said before a model is touched."""
+def check_trainer(trainer: Any, precision: str, colocation: Colocation, *, split_engine: bool = False) -> None:
+    """What a strategy with a colocated engine cannot do, said before a model is touched. split_engine: an engine may
+    have several ranks."""
     if precision != "32-true":
         raise ValueError(
             f"trainer.precision={precision} is not supported: trainer and engine would no longer "
             "agree; leave precision at 32-true and set the model's dtype (float32 or bfloat16)"
         )
     degree = getattr(colocation.engine, "tensor_parallel_size", 1)
-    if degree > 1:
+    if degree > 1 and not split_engine:
         raise ValueError(
-            f"tensor_parallel_size={degree} of the engine needs a strategy over several devices, which this one is "
-            "not; set it to 1"
+            f"tensor_parallel_size={degree} of the engine needs a strategy over several devices that knows of such "
+            "engines, which this one is not; set strategy rollplex_zero1 or rollplex_zero2, or the degree to 1"
         )
     if trainer.overfit_batches:
         raise ValueError(
@@ -187,11 +189,13 @@ class Colocation:
         *,
         served: SplitModel | None = None,
         refresh: Callable[[], None] | None = None,
+        shards: Shards | None = None,
     ) -> None:
         """Start the engine on the rollout lane; the model must be where it stays.
 
         served: what the engine reads instead of the trainer's model, where that has its weights in shards; `refresh`
-        brings it up to date, on the Trainer's thread.
+        brings it up to date, on the Trainer's thread. shards: what this process is among others with which it shares
+        trainers or engines.
         """
         self._trainer, self._model, self._refresh = trainer, model, refresh
         self._published = None
@@ -200,7 +204,7 @@ class Colocation:
         self.copies = HostCopies(device)
         self._started = True
         self._watch(trainer, device)
-        self.lane.start(EngineContext(model=served or model, processor=processor, device=device))
+        self.lane.start(EngineContext(served or model, processor, device, shards))
 
     def _watch(self, trainer: Any, device: Any) -> None:
         """Who holds memory: the strategy, the engine, the reference model; the step comes later."""

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from rollplex.tensor_parallel import merge
+
 TAG = "checkpoint"
 MARK = "rollplex.json"
 
@@ -25,6 +27,7 @@ class Mark:
 
     stage: int
     ranks: int
+    train_tp: int = 1
 
     def write(self, folder: Path) -> None:
         (folder / MARK).write_text(json.dumps(asdict(self)) + "\n")
@@ -45,13 +48,18 @@ def read_mark(path: Path) -> Mark:
         raise ValueError(f"ckpt_path={str(path)!r} is no checkpoint of a rollplex_zero strategy ({error!r})") from error
 
 
-def check_mark(path: Path, stage: int, ranks: int) -> None:
+def check_mark(path: Path, stage: int, ranks: int, train_tp: int = 1) -> None:
     """Shards fit the stage and the number of ranks that wrote them, nothing else."""
     mark = read_mark(path)
     if mark.stage != stage:
         raise ValueError(
             f"ckpt_path={str(path)!r} was written by rollplex_zero{mark.stage}, and this run's stage is {stage}: set "
             "the strategy that wrote it, or export it and start from that model"
+        )
+    if mark.train_tp != train_tp:
+        raise ValueError(
+            f"ckpt_path={str(path)!r} was written with train_tp={mark.train_tp}, and this run's is {train_tp}: set "
+            "that degree, or export it and start from that model"
         )
     if mark.ranks != ranks:
         raise ValueError(
@@ -79,15 +87,17 @@ def client_state(path: Path) -> dict[str, Any]:
 
 def whole_state_dict(path: Path) -> dict[str, torch.Tensor]:
     """All weights of the module, by name, whatever the stage; under ZeRO-3 its float32 masters."""
-    if read_mark(path).stage < 3:
-        return client_state(path)["module"]
+    mark = read_mark(path)
+    if mark.stage < 3:
+        files = [_model_states(path, rank) for rank in range(mark.train_tp)]
+        return merge([torch.load(f, map_location="cpu", weights_only=False, mmap=True)["module"] for f in files])
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     return get_fp32_state_dict_from_zero_checkpoint(str(path), tag=TAG)
 
 
-def _model_states(path: Path) -> Path:
-    found = sorted((path / TAG).glob("*mp_rank_00_model_states.pt"))
+def _model_states(path: Path, train_rank: int = 0) -> Path:
+    found = sorted((path / TAG).glob(f"*mp_rank_{train_rank:02d}_model_states.pt"))
     if not found:
         raise ValueError(f"ckpt_path={str(path)!r} has no model states, it is incomplete")
     return found[0]

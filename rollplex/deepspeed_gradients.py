@@ -14,14 +14,15 @@ import torch
 from torch import nn
 
 from rollplex.ranks import Ranks
+from rollplex.tensor_parallel import TensorParallel
 from rollplex.updates import not_finite
 
 
 class ShardedGradients:
     """A `GradientUpdate` of a `deepspeed.DeepSpeedEngine`, whose settings must clip at the module's limit."""
 
-    def __init__(self, engine: Any, ranks: Ranks) -> None:
-        self.engine, self.ranks = engine, ranks
+    def __init__(self, engine: Any, ranks: Ranks, parallel: TensorParallel | None = None) -> None:
+        self.engine, self.ranks, self.parallel = engine, ranks, parallel
         self.nothing = False
         """The coming optimizer step moves nothing, so the engine must not step."""
         self._open: AbstractContextManager[None] | None = None
@@ -58,7 +59,9 @@ class ShardedGradients:
             if parameter.grad is None:
                 # Ranks must reduce the same parameters, and ZeRO-3 would take a missing one's last gradient again.
                 _give_zeros(parameter)
-        # DeepSpeed averages over ranks; the scale is that of a sum.
+        if self.parallel is not None:
+            self.parallel.average_whole((n, p) for n, p in self.engine.module.named_parameters() if p.requires_grad)
+        # DeepSpeed averages over data-parallel ranks; the scale is that of a sum.
         torch._foreach_mul_([p.grad for p in trained if p.grad is not None], scale * self.ranks.world)
         scope, self._open = self._open, None
         scope.__exit__(None, None, None)

@@ -78,6 +78,37 @@ class StateOffload:
             )
 
 
+class WithStateOffload:
+    """The part of a strategy that the memory ledger asks, and whose states PhaseOffload moves."""
+
+    states: StateOffload | None
+    root_device: torch.device
+
+    def state_bytes(self) -> dict[str, int]:
+        """State -> bytes of this rank's part on the device now."""
+        return self.states.bytes() if self.states is not None else {}
+
+    def refusals(self) -> dict[str, str]:
+        """State -> why DeepSpeed cannot move it at this stage."""
+        found = {}
+        for name in NAMES:
+            try:
+                assert self.states is not None
+                self.states.check([name])
+            except ValueError as error:
+                found[name] = str(error)
+        return found
+
+    def offload(self, names: Collection[str]) -> None:
+        if self.states is not None:
+            self.states.offload(names, pin_memory=self.root_device.type == "cuda")
+
+    def reload(self, names: Collection[str]) -> None:
+        """All that is away: DeepSpeed knows no part of it."""
+        if self.states is not None:
+            self.states.reload()
+
+
 def _storage_bytes(tensors: Iterable[Tensor], device: torch.device, seen: set[int]) -> int:
     total = 0
     for tensor in tensors:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -19,13 +19,15 @@ from torch import nn
 from rollplex import deepspeed_checkpoints as checkpoints
 from rollplex.colocation import check_module, check_same_model, check_same_settings, check_trainer, make_colocation
 from rollplex.deepspeed_gradients import ShardedGradients
-from rollplex.deepspeed_offload import NAMES, StateOffload
+from rollplex.deepspeed_offload import StateOffload, WithStateOffload
+from rollplex.deepspeed_tensor_parallel import WithTensorParallel, forget_groups, section
 from rollplex.engines.base import RolloutEngine
 from rollplex.lockstep import Lockstep
 from rollplex.models.head import PolicyHead
 from rollplex.models.replica import Replica
 from rollplex.models.split_model import SplitModel
 from rollplex.ranks import Ranks
+from rollplex.tensor_parallel import TensorParallel, check_degrees
 from rollplex.updates import GradientUpdate, WholeGradients
 
 NEVER = 10**9
@@ -41,7 +43,7 @@ class _Precision(DeepSpeedPrecision):
         return data
 
 
-class RollplexDeepSpeedStrategy(DeepSpeedStrategy):
+class RollplexDeepSpeedStrategy(WithTensorParallel, WithStateOffload, DeepSpeedStrategy):
     """Use as `strategy: rollplex_zero1`, `rollplex_zero2` or `rollplex_zero3`, or with settings as a class_path.
 
     Each rank takes its groups of a rollout batch, with an engine of its own; gradients are reduced once per update.
@@ -51,6 +53,8 @@ class RollplexDeepSpeedStrategy(DeepSpeedStrategy):
 
     Args:
         stage: 1 shards the optimizer, 2 gradients as well, 3 parameters too. Without sharding: `rollplex_ddp`.
+        train_tp: Ranks that share one trainer, each with a part of the language model's matrices (stage 1 and 2). The
+            engine's degree is its own `tensor_parallel_size`; one must divide the other.
         engine: What generates on each rank; None is `TorchEngine`.
         threads: CPU threads of a lane that runs alone; None is torch's number.
         rollout_threads: CPU threads of the rollout lane while both lanes work; None is half of `threads`.
@@ -87,13 +91,17 @@ class RollplexDeepSpeedStrategy(DeepSpeedStrategy):
         zero_optimization: dict[str, Any] | None = None,
         collective_timeout: float = 1800.0,
         process_group_backend: str | None = None,
+        train_tp: int = 1,
     ) -> None:
         self.stage = stage
         self._check_settings(zero_optimization or {}, gather_bucket_bytes, collective_timeout)
+        self.train_tp = train_tp
+        check_degrees(stage, train_tp, engine)
         zero = {"stage": stage, "overlap_comm": False, "contiguous_gradients": True, "reduce_scatter": True}
         config = {
             "train_micro_batch_size_per_gpu": 1, "steps_per_print": NEVER, "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False, "zero_optimization": zero | (zero_optimization or {}),
+            **section(train_tp),
         }  # fmt: skip
         super().__init__(
             config=config, process_group_backend=process_group_backend, timeout=timedelta(seconds=collective_timeout)
@@ -105,9 +113,11 @@ class RollplexDeepSpeedStrategy(DeepSpeedStrategy):
             rollout_timeout=rollout_timeout,
         )  # fmt: skip
         self.ranks = Ranks()
+        self.parallel: TensorParallel | None = None
+        """Set where trainers or engines are of several ranks."""
         self.gradients: GradientUpdate = WholeGradients()
         self.replica: Replica | None = None
-        """Stage 3, while training: the whole weights."""
+        """While training: the whole weights, where parameters are sharded and the engine needs a tensor of its own."""
         self.states: StateOffload | None = None
         """While training: sizes of the sharded states, and their way to host memory and back."""
         self._linear = torch.nn.functional.linear
@@ -140,33 +150,39 @@ class RollplexDeepSpeedStrategy(DeepSpeedStrategy):
             )
         reset_seed()
         self.set_world_ranks()
+        self.topology  # noqa: B018 (degrees that do not fit the number of processes, before any of them waits)
         self._init_deepspeed_distributed()
 
     def setup(self, trainer: Any) -> None:
-        check_trainer(trainer, self.precision_plugin.precision, self.colocation)
+        check_trainer(trainer, self.precision_plugin.precision, self.colocation, split_engine=True)
         module: Any = self.lightning_module
         check_module(module, self.strategy_name)
         self.precision_plugin = _Precision("32-true")
-        self.ranks = Ranks.connect(self._timeout)
-        check_same_model(module, self.ranks)
-        check_same_settings(module, trainer.datamodule, self.ranks)
+        everyone = self._connect(module)
+        check_same_model(module, everyone)
+        check_same_settings(module, trainer.datamodule, everyone)
         executor = self.colocation.executor
-        executor.stops_together = not self.ranks.alone
+        executor.stops_together = not everyone.alone
         if trainer.training:
             self._configure(module)
             super().setup(trainer)
-            self.gradients = ShardedGradients(self.deepspeed_engine, self.ranks)
+            self.gradients = ShardedGradients(self.deepspeed_engine, self.ranks, self.parallel)
             self.states = StateOffload(self.deepspeed_engine, self.stage)
             if self.stage == 3:
                 executor.lockstep = None if self.ranks.alone else Lockstep(self.ranks)
                 self.replica = Replica(module.actor, self.gather_bucket_bytes)
                 module.actor.before_prefix_backward = self._count_anew
+            elif self.train_tp > 1:
+                self._split(module.actor)
         else:
             # Nothing to shard: the rollout engine is all that computes.
             DDPStrategy.setup(self, trainer)
         module.place(self.root_device)
         served, refresh = (None, None) if self.replica is None else (self.replica.model, self._refresh)
-        self.colocation.start(trainer, module.actor, module.processor, self.root_device, served=served, refresh=refresh)
+        self.colocation.start(
+            trainer, module.actor, module.processor, self.root_device, served=served, refresh=refresh,
+            shards=self.parallel.shards if self.parallel is not None else None,
+        )  # fmt: skip
 
     def _configure(self, module: Any) -> None:
         """What DeepSpeed must know of the module's settings; its own default would clip at 1."""
@@ -174,32 +190,6 @@ class RollplexDeepSpeedStrategy(DeepSpeedStrategy):
         self.config["gradient_clipping"] = module.hparams["max_grad_norm"] or 0.0
         if module.hparams["dtype"] == "bfloat16":
             self.config["bf16"] = {"enabled": True, "check_grad_overflow": True}
-
-    # ---- memory by lifetime: what the ledger asks, and PhaseOffload moves ----
-
-    def state_bytes(self) -> dict[str, int]:
-        """State -> bytes of this rank's part on the device now."""
-        return self.states.bytes() if self.states is not None else {}
-
-    def refusals(self) -> dict[str, str]:
-        """State -> why DeepSpeed cannot move it at this stage."""
-        found = {}
-        for name in NAMES:
-            try:
-                assert self.states is not None
-                self.states.check([name])
-            except ValueError as error:
-                found[name] = str(error)
-        return found
-
-    def offload(self, names: Collection[str]) -> None:
-        if self.states is not None:
-            self.states.offload(names, pin_memory=self.root_device.type == "cuda")
-
-    def reload(self, names: Collection[str]) -> None:
-        """All that is away: DeepSpeed knows no part of it."""
-        if self.states is not None:
-            self.states.reload()
 
     # ---- set-up of the parts ----
 
@@ -245,7 +235,11 @@ class RollplexDeepSpeedStrategy(DeepSpeedStrategy):
 
     @contextmanager
     def gathered(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-        """A scope in which these parameters are whole on every rank, to be read. A collective under stage 3."""
+        """A scope in which these parameters are whole on every rank, to be read. A collective where they are cut."""
+        if self.train_tp > 1:
+            with self.joined(parameters):
+                yield
+            return
         away = [p for p in parameters if getattr(getattr(p, "ds_status", None), "name", "") == "NOT_AVAILABLE"]
         if not away:
             yield
@@ -259,7 +253,11 @@ class RollplexDeepSpeedStrategy(DeepSpeedStrategy):
         """The policy with whole weights, as of the last update. Every rank asks: under stage 3 this may gather."""
         module: Any = self.lightning_module
         if self.replica is None:
-            return module.actor
+            if module.actor.shards is None:
+                return module.actor
+            whole = Replica(module.actor, self.gather_bucket_bytes)
+            whole.refresh(self.gathered)
+            return whole.model
         if self.replica.model.version != module.actor.version or not self.replica.filled:
             self._refresh()
         return self.replica.model
@@ -298,7 +296,7 @@ class RollplexDeepSpeedStrategy(DeepSpeedStrategy):
         super().save_checkpoint(checkpoint, str(partial), storage_options)
         self.barrier()
         if self.is_global_zero:
-            checkpoints.Mark(self.stage, self.world_size).write(partial)
+            checkpoints.Mark(self.stage, self.world_size, self.train_tp).write(partial)
             checkpoints.replace_folder(partial, target)
         self.barrier()
 
@@ -306,7 +304,7 @@ class RollplexDeepSpeedStrategy(DeepSpeedStrategy):
         path = Path(self.broadcast(str(checkpoint_path)))
         module: Any = self.lightning_module
         if isinstance(self.gradients, ShardedGradients):
-            checkpoints.check_mark(path, self.stage, self.world_size)
+            checkpoints.check_mark(path, self.stage, self.world_size, self.train_tp)
             _, state = self.deepspeed_engine.load_checkpoint(
                 str(path), tag=checkpoints.TAG, load_lr_scheduler_states=False
             )
@@ -323,7 +321,10 @@ class RollplexDeepSpeedStrategy(DeepSpeedStrategy):
             self.gradients = WholeGradients()
         torch.nn.functional.linear = self._linear  # ZeRO-3 replaces it
         self.replica = self.states = None
-        self.colocation.executor.lockstep = None
+        executor = self.colocation.executor
+        executor.lockstep = executor.exchange = executor.everyone = None
+        if self.train_tp > 1:
+            forget_groups()
         module: Any = self.lightning_module
         if hasattr(module, "close_rewards"):
             module.close_rewards()

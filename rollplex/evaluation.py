@@ -138,21 +138,29 @@ class WithEvaluation:
         raise NotImplementedError
 
     colocation: Any
+    trainer: Any
     task: VLMTask
     _runners: dict[int, RewardRunner]
     sampling: Callable[..., SamplingParams]
     log: Callable[..., None]
 
+    def rewards(self, num_generations: int) -> Any:
+        """The `RewardRunner` of groups of that size, as the strategy's ranks share it."""
+        runner = self._runners[num_generations]
+        share = getattr(self.trainer.strategy, "shared_rewards", None)
+        return runner if share is None else share(runner)
+
     def evaluate(self, prompts: list[Prompt]) -> list[Group]:
         """Rollouts and rewards of evaluation prompts, `eval_num_generations` each."""
-        if not self.ranks.alone:
-            self.colocation.executor.stop_together(self.ranks)
+        executor = self.colocation.executor
+        if executor.stops_together:
+            executor.stop_together(self.ranks)
             self.colocation.publish()
-        if not prompts:
+        if not prompts and executor.exchange is None:  # else its engine may be another rank's too
             return []
         n = self.hparams["eval_num_generations"]
         return rollout_groups(
-            self.colocation, prompts, self.sampling(evaluate=True), self._runners[n], seed=self.hparams["seed"]
+            self.colocation, prompts, self.sampling(evaluate=True), self.rewards(n), seed=self.hparams["seed"]
         )
 
     def validation_step(self, batch: list[Prompt], batch_idx: int) -> Any:

@@ -229,17 +229,18 @@ class GRPOModule(WithRandomStates, WithEvaluation, LightningModule):
         colocation = self.colocation
         self._vision = vision_settings(
             colocation.engine, self.actor, self.reference, share_prefix=self.hparams["share_prefix"],
-            sharded=colocation.executor.lockstep is not None,
+            sharded=colocation.executor.lockstep is not None or colocation.executor.exchange is not None,
         )  # fmt: skip
 
     def new_step(self, prompts: list[Prompt], share: Share | None = None) -> GRPOStep:
         """share: the rank's part of the batch; None is all of it."""
         h = self.hparams
         settings = StepSettings.of(h, sampling=self.sampling(), loss=self.loss_settings, **self._vision)
-        parts = (self.actor, self.reference, self._runners[h["num_generations"]], prompts, settings)
+        parts = (self.actor, self.reference, self.rewards(h["num_generations"]), prompts, settings)
         if share is None:
             return GRPOStep(*parts)
-        kind = RankStep if self.colocation.executor.lockstep is None else LockstepStep
+        lockstep = self.colocation.executor.lockstep
+        kind = RankStep if lockstep is None or lockstep.same_groups else LockstepStep
         return kind(*parts, share=share)
 
     def training_step(self, batch: list[Prompt], batch_idx: int) -> dict[str, Any] | None:
@@ -247,8 +248,9 @@ class GRPOModule(WithRandomStates, WithEvaluation, LightningModule):
         self.updates_in_step = 0
         colocation, ranks = self.colocation, self.ranks
         share = None
-        if not ranks.alone:
+        if colocation.executor.stops_together:
             colocation.executor.stop_together(ranks)
+        if not ranks.alone:
             share = agree_on_share(getattr(batch, "places", range(len(batch))), ranks)
         if not (batch if share is None else share.groups):  # every row was bad; the data module has named them
             self.rollouts_done += 1

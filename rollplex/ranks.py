@@ -31,6 +31,18 @@ class Ranks:
         group = dist.new_group(backend="gloo", timeout=timeout)
         return cls(dist.get_rank(), dist.get_world_size(), group)
 
+    @classmethod
+    def among(cls, groups: Sequence[Sequence[int]], timeout: timedelta | None = None) -> Ranks:
+        """This process among those of its group. groups: every process is in one. A collective of all processes."""
+        found = cls()
+        if all(len(members) == 1 for members in groups):
+            return found
+        for members in groups:
+            group = dist.new_group(list(members), backend="gloo", timeout=timeout)
+            if dist.get_rank() in members and len(members) > 1:
+                found = cls(list(members).index(dist.get_rank()), len(members), group)
+        return found
+
     @property
     def alone(self) -> bool:
         return self.world == 1

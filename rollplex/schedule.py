@@ -16,13 +16,14 @@ from rollplex.admission import Admission
 from rollplex.before_rollout import BeforeRollout
 from rollplex.cores import LaneThreads
 from rollplex.data.records import Request, Rollout
+from rollplex.exchange import Exchange
 from rollplex.lanes import Drained, EngineError, Event, Failed, Finished, RolloutLane, WindowClosed, WindowOpened
 from rollplex.lockstep import Lockstep
 from rollplex.phases import Notify, Phase, PhaseMachine
 from rollplex.ranks import Ranks
 from rollplex.streams import LaneStreams
 from rollplex.timeline import PHASES, ROLLOUT_LANE, TRAIN_LANE, Timeline
-from rollplex.units import ACTOR_KINDS, ORDERED_KINDS, PREFIX_KINDS, Unit, UnitId, UnitKind
+from rollplex.units import ORDERED_KINDS, PREFIX_KINDS, Unit, UnitId, UnitKind, by_order
 
 
 @dataclass
@@ -85,6 +86,10 @@ class Executor(BeforeRollout):
         """With several ranks: stop only where all of them ask (`stop_together`)."""
         self.lockstep: Lockstep | None = None
         """Set where actor units are collectives: they start in one order on every rank."""
+        self.exchange: Exchange | None = None
+        """Set where trainers and engines are not the same processes (tensor parallel)."""
+        self.everyone: Ranks | None = None
+        """All processes, where those of data parallelism are only some."""
         self.timeout = timeout
         """Seconds without any engine event after which a rollout counts as stalled; None waits forever."""
         self._notify = notify
@@ -110,7 +115,7 @@ class Executor(BeforeRollout):
         `requests` is asked once what the engine is handed (features, prefixes) is there. `collect` takes each finished
         response and returns the group's index when that group is now complete.
         """
-        pending = _by_order(units)
+        pending = by_order(units)
         ordered = frozenset().union(*ORDERED_KINDS)
         state = ScheduleState(fixed_order=[u.id for u in pending if u.kind in ordered])
         self.admission.start_step()
@@ -131,7 +136,7 @@ class Executor(BeforeRollout):
 
     def train(self, units: Iterable[Unit]) -> None:
         """TRAIN of a later mini-batch: everything it needs is known. A wish to stop waits until the step is whole."""
-        pending = _by_order(units)
+        pending = by_order(units)
         state = ScheduleState(drained=True, finished_groups={g for u in pending for g in u.groups})
         with self._guard(stoppable=False):
             self.enter(Phase.TRAIN)
@@ -164,7 +169,7 @@ class Executor(BeforeRollout):
 
     def stop_together(self, ranks: Ranks) -> None:
         """Stop on every rank if one was asked to. A collective; between steps."""
-        reasons = [reason for reason in ranks.gather(self.stop_requested) if reason is not None]
+        reasons = [reason for reason in (self.everyone or ranks).gather(self.stop_requested) if reason is not None]
         if reasons:
             raise StopRequested(reasons[0])
 
@@ -176,13 +181,16 @@ class Executor(BeforeRollout):
         return _Guard(self)
 
     def _submit(self, requests: Sequence[Request], state: ScheduleState) -> None:
+        if self.exchange is not None:
+            self.exchange.forget()
+            requests = self.exchange.requests(requests)
         if requests:
             self.lane.submit(requests, limit=self.timeout)
         state.drained = not requests  # a rank may have no group of a small batch
 
     def _overlapped(self, pending: list[Unit], state: ScheduleState, collect: Callable[[Rollout], int | None]) -> None:
         last_event = time.monotonic()
-        lockstep = self.lockstep if pending else None
+        lockstep = self.lockstep if pending or (self.exchange is not None and self.exchange.shares) else None
         while True:
             self.check_stop()
             while not state.drained and (event := self._poll(0.0)) is not None:
@@ -191,6 +199,8 @@ class Executor(BeforeRollout):
             if state.drained and lockstep is None:
                 break
             unit, over = self._choose(pending, state, lockstep)
+            for rollout in lockstep.news if lockstep is not None else ():
+                self._collect(rollout, state, collect)
             if unit is not None:
                 pending.remove(unit)
                 self._run(unit, state)
@@ -212,12 +222,15 @@ class Executor(BeforeRollout):
         if lockstep is None:
             return next((u for u in ready if self._admitted(u, state)), None), False
         could = list(ready)
-        own = next((u for u in could if u.kind not in ACTOR_KINDS and self._admitted(u, state)), None)
+        own = next((u for u in could if u.kind not in lockstep.kinds and self._admitted(u, state)), None)
         if own is not None:
+            lockstep.news = []
             return own, False
         before = self.admission.admitted
-        could = [u for u in could if u.kind in ACTOR_KINDS and self._could_start(u, state)]
-        chosen, over = lockstep.choose([u.id for u in could], drained=state.drained)
+        could = [u for u in could if u.kind in lockstep.kinds and self._could_start(u, state)]
+        could = [] if lockstep.after_decode else could
+        news = self.exchange.take_news() if self.exchange is not None else []
+        chosen, over = lockstep.choose([u.id for u in could], drained=state.drained, news=news)
         self.admission.admitted = before + (chosen is not None)
         return next((u for u in could if u.id == chosen), None), over
 
@@ -244,10 +257,9 @@ class Executor(BeforeRollout):
 
     def _handle(self, event: Event, state: ScheduleState, collect: Callable[[Rollout], int | None]) -> None:
         if isinstance(event, Finished):
-            group = collect(event.rollout)
-            if group is not None:
-                state.finished_groups.add(group)
-                self._notify("on_group_finished", group)
+            arrived = [event.rollout] if self.exchange is None else self.exchange.arrived(event.rollout)
+            for rollout in arrived:
+                self._collect(rollout, state, collect)
         elif isinstance(event, WindowOpened):
             state.window_open = True
             self._notify("on_window_open")
@@ -260,6 +272,12 @@ class Executor(BeforeRollout):
             assert isinstance(event, Failed)
             done = len(state.finished_groups)
             raise EngineError(f"the engine failed with {done} groups complete: {event.error!r}") from event.error
+
+    def _collect(self, rollout: Rollout, state: ScheduleState, collect: Callable[[Rollout], int | None]) -> None:
+        group = collect(rollout)
+        if group is not None:
+            state.finished_groups.add(group)
+            self._notify("on_group_finished", group)
 
     def _ready(self, unit: Unit, state: ScheduleState) -> bool:
         return all(need in state.done for need in unit.needs) and (
@@ -328,12 +346,3 @@ class _Guard:
             pass  # the engine is broken: the first error is the one to tell
         executor.lane.drain_events()
         executor.machine.reset()
-
-
-KIND_ORDER = {kind: i for i, kind in enumerate(UnitKind)}
-
-
-def _by_order(units: Iterable[Unit]) -> list[Unit]:
-    """Bundle after bundle within a phase, so that little is alive at once and sums have one order."""
-    phases = {Phase.SCORE: 0, Phase.TRAIN: 1}
-    return sorted(units, key=lambda u: (phases[u.phase], u.kind is not UnitKind.REWARD, u.index, KIND_ORDER[u.kind]))

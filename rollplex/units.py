@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -99,3 +99,12 @@ class Unit:
 
     def __str__(self) -> str:
         return f"{self.kind.value}[{self.index}]"
+
+
+_KIND_ORDER = {kind: i for i, kind in enumerate(UnitKind)}
+
+
+def by_order(units: Iterable[Unit]) -> list[Unit]:
+    """Bundle after bundle within a phase, so that little is alive at once and sums have one order."""
+    phases = {Phase.SCORE: 0, Phase.TRAIN: 1}
+    return sorted(units, key=lambda u: (phases[u.phase], u.kind is not UnitKind.REWARD, u.index, _KIND_ORDER[u.kind]))

@@ -35,6 +35,8 @@ LAYERS = [
             "planner",
             "ranks",
             "seeds",
+            "tensor_parallel",
+            "topology",
             "streams",
             "totals",
             "trainer_states",
@@ -47,13 +49,13 @@ LAYERS = [
     ("engines", {"engines"}),
     (
         "schedule",
-        {"before_rollout", "evaluation", "lanes", "rank_step", "response_rows", "schedule", "step"}
+        {"before_rollout", "evaluation", "exchange", "lanes", "rank_step", "response_rows", "schedule", "step"}
         | {"step_settings", "vision"},
     ),
     (
         "strategy",
         {"colocation", "ddp_strategy", "strategy"}
-        | {f"deepspeed_{part}" for part in ("checkpoints", "gradients", "offload", "strategy")},
+        | {f"deepspeed_{part}" for part in ("checkpoints", "gradients", "offload", "strategy", "tensor_parallel")},
     ),
     ("module", {"export", "module"}),
     ("cli", {"__main__", "ablation", "cli", "comparison", "parity", "verify"}),
@@ -65,7 +67,9 @@ HOMES = {
     "vllm": {
         f"rollplex/engines/vllm_{part}.py" for part in ("engine", "inputs", "patches", "sharing", "split", "weights")
     },
-    "deepspeed": {f"rollplex/deepspeed_{part}.py" for part in ("checkpoints", "offload", "strategy")},
+    "deepspeed": {
+        f"rollplex/deepspeed_{part}.py" for part in ("checkpoints", "offload", "strategy", "tensor_parallel")
+    },
 }
 LAZY_HOMES = HOMES["vllm"] | HOMES["deepspeed"]
 """They import their package inside functions only."""

@@ -23,6 +23,7 @@ from zero_cases import CHECKPOINTED, LOSSES, PAIR, QUICK, SOLO, STAGES, ZERO
 
 from rollplex import RollplexDeepSpeedStrategy
 from rollplex import deepspeed_checkpoints as checkpoints
+from rollplex.engines import VLLMEngine
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.distributed]
 pytest.importorskip("deepspeed")
@@ -185,6 +186,45 @@ def test_spl_07_prefix_and_suffix_passes_with_checkpointing_give_the_whole_gradi
             assert relative_error(gradient[name], expected) < 1e-4, name
 
 
+# ---- one trainer on two ranks ----
+
+TENSOR_BAR = 1e-5
+"""Weights after three steps with train_tp 2: sums over heads and features are split in two, and AdamW makes a step of
+1e-6 of an element whose gradient is only rounding."""
+
+
+@pytest.mark.parametrize("stage", of("pair", (1, 2), "tensor{}"))
+def test_a_trainer_split_over_two_ranks_equals_one(pair, plain, parity_folder, stage):
+    expected, metrics = plain()
+    result = pair[f"tensor{stage}"]
+    assert moved(expected, parity_folder) > 3 * TENSOR_BAR
+    assert largest_difference(result["weights"], expected) < TENSOR_BAR
+    for own, other in zip(result["steps"], metrics, strict=True):
+        assert own["reward"] == pytest.approx(other["reward"], abs=1e-6)
+        assert own["loss"] == pytest.approx(other["loss"], abs=1e-6)
+        assert own["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-5)  # shards count once each
+        assert own["completion_length"] == other["completion_length"]
+
+
+@pytest.mark.parametrize("name", of("pair", list(LOSSES), "tensor_{}2"))
+def test_a_split_trainer_equals_one_for_every_loss(pair, plain, name):
+    expected, metrics = plain(**LOSSES[name])
+    result = pair[f"tensor_{name}2"]
+    assert largest_difference(result["weights"], expected) < TENSOR_BAR
+    assert [m["loss"] for m in result["steps"]] == pytest.approx([m["loss"] for m in metrics], abs=1e-6)
+
+
+@pytest.mark.parametrize("name", of("pair", ["gradient2"], "tensor_{}"))
+def test_split_prefix_and_suffix_passes_give_the_whole_gradient(pair, plain_gradient, name):
+    gradient = pair[f"tensor_{name}"]["gradient"]
+    assert gradient.keys() == plain_gradient.keys()
+    whole, own = (torch.cat([g[n].flatten() for n in sorted(g)]) for g in (plain_gradient, gradient))
+    assert relative_error(own, whole) < 1e-5
+    for name, expected in plain_gradient.items():
+        if expected.norm() > 1e-4 * whole.norm():
+            assert relative_error(gradient[name], expected) < 1e-4, name
+
+
 # ---- ranks with other rows ----
 
 
@@ -255,6 +295,14 @@ def test_ckpt_02_a_resumed_run_is_the_uninterrupted_one(request, world, stage):
     assert resumed.get("engine_steps", 6) == 6 and result["leftover"] == []
 
 
+@pytest.mark.slow
+def test_a_resumed_run_of_a_split_trainer_is_the_uninterrupted_one(pair):
+    result = pair["tensor_resume2"]
+    assert same_bits(result["straight"]["weights"], result["resumed"]["weights"])
+    assert [m["loss"] for m in result["resumed"]["steps"]] == [m["loss"] for m in result["straight"]["steps"]][3:]
+    assert result["leftover"] == []
+
+
 def test_ckpt_08_one_global_step_per_optimizer_update(solo, plain):
     result = solo["parts"]
     assert result["global_step"] == result["engine_steps"] == result["scheduler_steps"] == 8
@@ -268,6 +316,8 @@ def test_a_checkpoint_of_another_stage_or_number_of_ranks_is_refused(solo, tmp_p
     checkpoints.Mark(stage=2, ranks=2).write(tmp_path)
     with pytest.raises(ValueError, match="has the shards of 2 ranks, and this run has 1"):
         checkpoints.check_mark(tmp_path, stage=2, ranks=1)
+    with pytest.raises(ValueError, match="was written with train_tp=1, and this run's is 2"):
+        checkpoints.check_mark(tmp_path, stage=2, ranks=2, train_tp=2)
     (tmp_path / "plain.ckpt").write_text("")
     with pytest.raises(ValueError, match="is a file, a checkpoint of strategy rollplex"):
         checkpoints.check_mark(tmp_path / "plain.ckpt", stage=2, ranks=1)
@@ -277,7 +327,8 @@ def test_a_checkpoint_of_another_stage_or_number_of_ranks_is_refused(solo, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("world", "name"), either([("solo", "export2"), ("pair", "export3"), ("pair", "export3_untied")], "{}")
+    ("world", "name"),
+    either([("solo", "export2"), ("pair", "export3"), ("pair", "export3_untied"), ("pair", "tensor_export2")], "{}"),
 )
 def test_ckpt_06_exports_load_with_plain_transformers(request, world, name, tiny_processor):
     from transformers import AutoModelForImageTextToText, AutoProcessor
@@ -347,6 +398,12 @@ def test_sync_08_masters_of_a_bfloat16_model_move(solo, stage):
         ({"stage": 3, "zero_optimization": {"offload_param": {"device": "cpu"}}}, "parameters cannot be offloaded"),
         ({"gather_bucket_bytes": 0}, "gather_bucket_bytes=0"),
         ({"admission": "sometimes"}, "admission='sometimes' is unknown"),
+        ({"train_tp": 0}, "train_tp=0 must be a whole number of at least 1"),
+        (
+            {"stage": 3, "train_tp": 2},
+            "train_tp=2 needs parameters that ZeRO-3 does not cut once more; set stage 1 or 2",
+        ),
+        ({"train_tp": 4, "engine": VLLMEngine(tensor_parallel_size=3)}, "one must divide the other"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings, message):

@@ -47,6 +47,8 @@ CHECKPOINTED = {"prefix_checkpointing": True, "suffix_checkpointing": True, "res
 STAGES = (0, 1, 2, 3)
 ZERO = (1, 2, 3)
 
+TP = {"train_tp": 2}
+
 SOLO: dict[str, Case] = {
     **{f"train{s}": case(z.train, s) for s in ZERO},
     **{f"gradient{s}": case(z.gradient, s, **CHECKPOINTED) for s in ZERO},
@@ -67,6 +69,11 @@ PAIR: dict[str, Case] = {
     **{f"rows{s}": case(z.uneven_rows, s) for s in (0, 3)},
     **{f"resume{s}": case(z.resume, s) for s in (0, 2, 3)},
     "engine_0": case(z.engine_weights, 0),
+    **{f"tensor{s}": case(z.train, s, zero=TP) for s in (1, 2)},
+    **{f"tensor_{name}2": case(z.train, 2, zero=TP, **settings) for name, settings in LOSSES.items()},
+    "tensor_gradient2": case(z.gradient, 2, zero=TP, **CHECKPOINTED),
+    "tensor_resume2": case(z.resume, 2, zero=TP),
+    "tensor_export2": case(z.export, 2, zero=TP),
     "export3": case(z.export, 3),
     "export3_untied": untied(z.export, 3),
 }
@@ -74,7 +81,7 @@ QUICK = {
     "solo": {"train1", "train2", "train3", "gradient3", "resume2", "stage", "parts", "offload2", "phases2", "masters3"},
     "pair": {
         "train0", "train2", "train3", "gradient3", "dapo_parts3", "text_image3", "uneven3", "alone3", "rows3", "resume0", "resume3",
-        "engine_0", "export3",
+        "engine_0", "export3", "tensor2", "tensor_gradient2",
     },
 }  # fmt: skip
 """World -> what the default tests read; the rest is read by slow ones."""

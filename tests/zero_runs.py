@@ -87,6 +87,9 @@ class KeepGradient(Callback):
         from deepspeed.utils import safe_get_full_grad
 
         self.gradient = {n: safe_get_full_grad(p).clone() for n, p in pl_module.policy.named_parameters()}
+        if trainer.strategy.train_tp > 1:
+            shards = trainer.strategy.parallel.shards
+            self.gradient = {n: shards.whole(n, g) for n, g in self.gradient.items()}
 
 
 def gradient(model: str, root: Path, stage: int, **settings: Any) -> dict[str, Any]:
@@ -160,13 +163,13 @@ def refused(model: str, root: Path, stage: int, path: str) -> dict[str, Any]:
     return {"message": ""}
 
 
-def export(model: str, root: Path, stage: int) -> dict[str, Any]:
+def export(model: str, root: Path, stage: int, **settings: Any) -> dict[str, Any]:
     """The folder that ExportModel writes, and the one from the checkpoint."""
     from rollplex.callbacks import ExportModel
     from rollplex.export import export_checkpoint
 
     out, path = root / "export", root / "end.ckpt"
-    kept = train(model, root, stage, extra=[ExportModel(str(out)), SaveAt(3, path)])
+    kept = train(model, root, stage, extra=[ExportModel(str(out)), SaveAt(3, path)], **settings)
     if RANK == 0:
         export_checkpoint(path, root / "from_checkpoint")
     return {"folders": [str(out), str(root / "from_checkpoint")], "weights": kept["weights"]}

@@ -244,6 +244,9 @@ class VLMDataModule(LightningDataModule):
     def _rank(self) -> tuple[int, int]:
         """(rank, world): each rank encodes its own rows of a batch. `batch_size` is that of all ranks together."""
         trainer: Any = self.trainer
+        ranks = getattr(getattr(trainer, "strategy", None), "ranks", None)
+        if ranks is not None:  # with tensor parallelism, several processes have the same rows
+            return ranks.rank, ranks.world
         return getattr(trainer, "global_rank", 0), getattr(trainer, "world_size", 1)
 
     def _rollouts_done(self) -> int | None:

@@ -19,6 +19,7 @@ from rollplex.data.records import Request, Rollout
 
 if TYPE_CHECKING:
     from rollplex.models.split_model import SplitModel
+    from rollplex.tensor_parallel import Shards
 
 
 Vision = Literal["engine", "shared"]
@@ -54,6 +55,9 @@ class EngineContext:
     device: Any
     """torch.device of the rollout lane."""
 
+    shards: Shards | None = None
+    """What this process is among those that share trainers or engines; None where every process has its own."""
+
 
 class RolloutEngine(ABC):
     """An engine's constructor takes settings only; everything heavy happens in `start`."""
@@ -63,6 +67,9 @@ class RolloutEngine(ABC):
 
     releases_kv: bool = False
     """Whether the K/V memory is given back after each rollout of training and taken again before the next one."""
+
+    needs_whole_weights: bool = False
+    """Whether it can only read whole parameters, not the parts that a tensor-parallel trainer's ranks hold."""
 
     takes_vision: bool = False
     """Whether it is to take the trainer's vision features (`Request.prefix.vision`) in the place of pixels. It copes

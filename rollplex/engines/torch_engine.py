@@ -44,7 +44,7 @@ class TorchEngine(RolloutEngine):
     The model's vision placeholder tokens are never sampled, whatever a request says.
     """
 
-    takes_prefix = True
+    takes_prefix = needs_whole_weights = True
 
     def __init__(
         self, *, max_num_seqs: int = 256, max_prefill_tokens: int = 8192, vision: Vision = "engine",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
+import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -120,7 +121,8 @@ class VLLMEngine(HeldStates, RolloutEngine):
     def start(self, context: EngineContext) -> None:
         assert self._engine is None, "the engine was started already"
         vllm_patches.check_version()
-        vllm_patches.check_processes(self.tensor_parallel_size)
+        if context.shards is None:
+            vllm_patches.check_processes(self.tensor_parallel_size)
         vllm_patches.set_environment()
         self._tokenizer = getattr(context.processor, "tokenizer", context.processor)
         self._model: SplitModel = context.model
@@ -134,7 +136,9 @@ class VLLMEngine(HeldStates, RolloutEngine):
             config.architectures = [type(context.model.hf).__name__]
             config.save_pretrained(self._folder.name)
             context.processor.save_pretrained(self._folder.name)
-            with vllm_patches.process_state_kept():
+            topology = None if context.shards is None else context.shards.topology
+            local_rank = torch.device(context.device).index or int(os.environ.get("LOCAL_RANK", "0"))
+            with vllm_patches.process_state_kept(), vllm_patches.as_rank(topology, local_rank):
                 self._engine = self._build(self._folder.name)
             self._check_started()
         except BaseException:
@@ -157,7 +161,7 @@ class VLLMEngine(HeldStates, RolloutEngine):
         vllm_patches.use_positions(runner.model, self._converter.positions)
         self._reader = ResponseReader(engine.output_processor, Detokenizer(self._tokenizer))
         self._kv = KVMemory(engine, runner.kv_caches, on_cpu=self._on_cpu)
-        self._own_weights = vllm_weights.own_tensors(runner.model, self._model)
+        self._own_weights = vllm_weights.own_tensors(runner.model, self._model, getattr(self._weights, "buffers", ()))
         engine.set_weight_version(str(self._version))
         return engine
 
@@ -196,10 +200,9 @@ class VLLMEngine(HeldStates, RolloutEngine):
         if self.takes_vision:
             out |= {"enable_mm_embeds": True, "limit_mm_per_prompt": NO_TOWER}
         if self.tensor_parallel_size > 1:
-            out |= {
-                "tensor_parallel_size": self.tensor_parallel_size,
-                "distributed_executor_backend": "external_launcher",
-            }
+            out["tensor_parallel_size"] = self.tensor_parallel_size
+        if self.tensor_parallel_size > 1 or not (self._owns_distributed or torch.distributed.get_world_size() == 1):
+            out["distributed_executor_backend"] = "external_launcher"
         return out
 
     def _check_started(self) -> None:

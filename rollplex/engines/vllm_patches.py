@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rollplex.checkpoints import rng_states, set_rng_states
+from rollplex.topology import Topology
 
 FIRST, BEYOND = (0, 32), (0, 34)
 """Versions of vLLM (major, minor) that this engine was written against: FIRST <= version < BEYOND."""
@@ -63,6 +64,41 @@ def set_environment() -> None:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the window, KV cache and sampler are found in the first one
+
+
+@contextmanager
+def as_rank(topology: Topology | None, local_rank: int) -> Iterator[None]:
+    """Let an engine of several processes, or in each of several, be one of a launcher's.
+
+    Cause: vLLM's external_launcher reads RANK and LOCAL_RANK, which torchrun sets and other launchers do not; and it
+    takes neighbours for the ranks of an engine (vllm/distributed/parallel_state.py: initialize_model_parallel), which
+    `rollplex.topology` does not where the trainer's degree is larger.
+    """
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        yield
+        return
+    from vllm.distributed import parallel_state
+
+    before = {name: os.environ.get(name) for name in ("RANK", "LOCAL_RANK")}
+    os.environ |= {"RANK": str(torch.distributed.get_rank()), "LOCAL_RANK": str(local_rank)}
+    original = parallel_state.init_model_parallel_group
+
+    def init_model_parallel_group(group_ranks: list[list[int]], *args: Any, **kwargs: Any) -> Any:
+        if topology is not None:
+            processes = [process for engine in topology.engine_groups() for process in engine]
+            group_ranks = [[processes[i] for i in group] for group in group_ranks]
+        return original(group_ranks, *args, **kwargs)
+
+    parallel_state.init_model_parallel_group = init_model_parallel_group
+    try:
+        yield
+    finally:
+        parallel_state.init_model_parallel_group = original
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 @contextmanager
@@ -145,3 +181,7 @@ def shut_down(engine: Any, *, owns_distributed: bool) -> None:
     core = engine.engine_core.engine_core
     core.model_executor.shutdown()
     core.scheduler.shutdown()
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        from vllm.distributed.parallel_state import destroy_model_parallel
+
+        destroy_model_parallel()  # a later engine may have another degree

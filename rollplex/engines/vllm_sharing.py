@@ -79,8 +79,11 @@ class SharedWeights:
         check_shared(self._model, self._views, self._views_of(self._model, self._source))
 
 
-def bind(model: nn.Module, shared: Views) -> None:
-    """Let vLLM's parameters in `shared` be their views, in place of storage of their own."""
+def bind(model: nn.Module, shared: Views, columns: Mapping[str, tuple[int, ...]] | None = None) -> None:
+    """Let vLLM's parameters in `shared` be their views, in place of storage of their own.
+
+    columns: names whose views are blocks of columns, not of rows -> the first column of each.
+    """
     parameters, modules = dict(model.named_parameters()), dict(model.named_modules())
     fused: dict[str, dict[str, tuple[Tensor, ...]]] = {}
     for name, views in shared.items():
@@ -91,7 +94,11 @@ def bind(model: nn.Module, shared: Views) -> None:
             fused.setdefault(module, {})[kind] = views
             parameters[name].data = views[0].new_empty(0)
     for name, parts in fused.items():
-        read_blocks(modules[name], parts["weight"], parts.get("bias"))
+        starts = (columns or {}).get(f"{name}.weight")
+        if starts is None:
+            read_blocks(modules[name], parts["weight"], parts.get("bias"))
+        else:
+            read_columns(modules[name], parts["weight"], starts)
 
 
 def check_shared(model: nn.Module, bound: Views, now: Views, *, own: Collection[str] = ()) -> None:
@@ -146,3 +153,21 @@ def read_blocks(layer: Any, weights: tuple[Tensor, ...], biases: tuple[Tensor, .
             return torch.cat([linear(x, w, b) for w, b in zip(weights, parts, strict=True)], dim=-1)
 
     layer.quant_method = Blocks()
+
+
+def read_columns(layer: Any, weights: tuple[Tensor, ...], starts: tuple[int, ...]) -> None:
+    """Let a linear layer of vLLM's multiply parts of its input by blocks of columns where they lie, and add up."""
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    class Columns(UnquantizedLinearMethod):
+        def process_weights_after_loading(self, layer: nn.Module) -> None:
+            pass
+
+        def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+            linear = torch.nn.functional.linear
+            out = linear(x.narrow(-1, starts[0], weights[0].shape[1]), weights[0], bias)
+            for start, w in zip(starts[1:], weights[1:], strict=True):
+                out = out + linear(x.narrow(-1, start, w.shape[1]), w)
+            return out
+
+    layer.quant_method = Columns()

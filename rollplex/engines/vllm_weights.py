@@ -7,7 +7,7 @@ after each update. `CopiedWeights`, the plain one, copies everything each time.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -40,10 +40,13 @@ def wanted(model: nn.Module, source: SplitModel) -> list[tuple[str, nn.Parameter
     return [(name, p) for name, p in source.hf.named_parameters() if not (blind and id(p) in vision)]
 
 
-def own_tensors(model: nn.Module, source: SplitModel) -> tuple[list[Tensor], int]:
-    """The parameters of vLLM's that are no view of the trainer's, each storage once, and their bytes."""
+def own_tensors(model: nn.Module, source: SplitModel, buffers: Sequence[Tensor] = ()) -> tuple[list[Tensor], int]:
+    """The parameters of vLLM's that are no view of the trainer's, each storage once, and their bytes.
+
+    buffers: what a binding holds besides parameters.
+    """
     theirs = {p.untyped_storage().data_ptr() for p in source.hf.parameters()}
-    mine = {t.untyped_storage().data_ptr(): t.detach() for t in model.parameters() if t.numel()}
+    mine = {t.untyped_storage().data_ptr(): t.detach() for t in (*model.parameters(), *buffers) if t.numel()}
     own = [t for address, t in mine.items() if address not in theirs]
     return own, sum(t.nbytes for t in own)
 
@@ -72,9 +75,12 @@ class CopiedWeights:
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
             nonlocal copied
+            # Whole tensors of a split trainer are gathered one by one, on all its ranks in this order.
             for name, parameter in wanted(self._model, self._source):
-                copied += parameter.nbytes
-                yield name, parameter.detach()
+                shards = self._source.shards
+                whole = parameter.detach() if shards is None else shards.whole(name, parameter)
+                copied += whole.nbytes
+                yield name, whole
 
         with torch.no_grad():
             filled = self._model.load_weights(tensors())

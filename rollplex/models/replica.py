@@ -14,8 +14,10 @@ Gather = Callable[[Sequence[nn.Parameter]], AbstractContextManager[object]]
 """A context in which these parameters are whole on every rank; entered by all ranks together."""
 
 
-def whole_shape(parameter: nn.Parameter) -> torch.Size:
+def whole_shape(parameter: nn.Parameter, name: str, source: SplitModel) -> torch.Size:
     """ZeRO-3 leaves the shape of a sharded parameter in `ds_shape`."""
+    if source.shards is not None:
+        return torch.Size(source.shards.whole_shape(name, parameter))
     return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
 
 
@@ -34,15 +36,16 @@ class Replica:
         self._own: dict[int, Tensor] = {}
         self._parameters: list[nn.Parameter] = []
         self.filled = False
+        self._names = {id(p): name for name, p in source.hf.named_parameters()}
         self.model = source.twin(self._allocate)
+        self.model.shards = None
 
     def _allocate(self, parameter: nn.Parameter) -> Tensor:
         """A tied parameter gets one tensor."""
         if id(parameter) not in self._own:
             self._parameters.append(parameter)
-            self._own[id(parameter)] = torch.empty(
-                whole_shape(parameter), dtype=parameter.dtype, device=parameter.device
-            )
+            shape = whole_shape(parameter, self._names[id(parameter)], self.source)
+            self._own[id(parameter)] = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
         return self._own[id(parameter)]
 
     @property

@@ -15,7 +15,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,9 @@ from rollplex.models.logprobs import linear_logps
 from rollplex.models.prefix import PrefixState, ReadPrefix, RecordPrefix
 from rollplex.models.saved import SavedActivations
 from rollplex.models.vision import VisionState, feature_tokens
+
+if TYPE_CHECKING:
+    from rollplex.tensor_parallel import Shards
 
 POSITIONS_KEPT = 16_384
 """Prompts whose positions are remembered."""
@@ -71,6 +74,8 @@ class SplitModel(ABC):
         self.version = 0
         self.before_prefix_backward: Callable[[], None] = lambda: None
         """Set by a strategy whose sharded modules count the calls of one forward and one backward."""
+        self.shards: Shards | None = None
+        """How this process's parameters are parts of whole ones (tensor parallel); None where they are whole."""
         self._positions: dict[int, tuple[weakref.ref[Prompt], Tensor]] = {}
         self._refuse_dropout()
         self.hf.set_attn_implementation({"text_config": ATTENTION_NAME})

@@ -198,13 +198,16 @@ def plan_layout(
     own: Collection[str] = (),
     padded_vocab: bool = True,
     tied: bool = False,
+    train_vocab: Literal["split", "whole"] = "split",
+    engine_pads: bool = True,
 ) -> LayoutPlan:
     """Plan the engine tensors of `rollout_tp` ranks over the tensors of `train_tp` trainer ranks.
 
     trainer_shapes: of the full trainer tensors. vision, train_vision: see `VisionMode`. own: fused engine modules that
     the engine can only read as one tensor (qkv_proj, gate_up_proj, qkv). padded_vocab: the trainer allocates embeddings
     and head with the rows that vLLM adds to reach a multiple of 64. tied: the head is the embedding, although
-    trainer_shapes may name both.
+    trainer_shapes may name both. train_vocab: whole: every trainer rank has all of embeddings and head. engine_pads:
+    False for an engine of one rank, which can do without padding.
     """
     if rollout_tp < 1 or train_tp < 1 or max(rollout_tp, train_tp) % min(rollout_tp, train_tp):
         raise ValueError(f"rollout_tp={rollout_tp} and train_tp={train_tp}: one must divide the other")
@@ -213,6 +216,7 @@ def plan_layout(
     sources = {}
     for each in matches:
         whole = each.rule.part == "vision" and train_vision == "data"
+        whole |= each.rule.kind == "vocab" and train_vocab == "whole"
         kind = each.rule.trainer_kind or each.rule.kind
         for position, name in enumerate(each.sources):
             shape, dtype = shapes[name]
@@ -222,18 +226,24 @@ def plan_layout(
             cut = [shard_of(kind, position, name, full, heads, *rank) for rank in ranks]
             sources[name] = Source(shape, dtype, rows, tuple(cut))
     plan = LayoutPlan(family, rollout_tp, train_tp, sources, ())
-    entries = [_entry(each, plan, gpu, heads, vision, own) for gpu in range(plan.gpus) for each in matches]
+    if not engine_pads and rollout_tp > 1:
+        raise ValueError(f"rollout_tp={rollout_tp}: an engine of several ranks pads its vocabulary")
+    entries = [
+        _entry(each, plan, gpu, heads, vision, own, pads=engine_pads) for gpu in range(plan.gpus) for each in matches
+    ]
     return LayoutPlan(family, rollout_tp, train_tp, sources, tuple(entries))
 
 
-def _entry(each: Match, plan: LayoutPlan, gpu: int, heads: Heads, vision: VisionMode, own: Collection[str]) -> Entry:
+def _entry(
+    each: Match, plan: LayoutPlan, gpu: int, heads: Heads, vision: VisionMode, own: Collection[str], *, pads: bool
+) -> Entry:
     whole = each.rule.part == "vision" and vision == "data"
     rank = (1, 0) if whole else (plan.rollout_tp, plan.rollout_rank(gpu))
     pieces: list[Piece] = []
     length = 0
     for position, name in enumerate(each.sources):
         source = plan.sources[name]
-        rows = padded(source.shape[0]) if each.rule.kind == "vocab" else source.shape[0]
+        rows = padded(source.shape[0]) if each.rule.kind == "vocab" and pads else source.shape[0]
         shape = (rows, *source.shape[1:])
         shard = shard_of(each.rule.kind, position, name, shape, heads, *rank)
         for start, stop in shard.spans:
