@@ -1,6 +1,6 @@
 """Sharded checkpoints: a folder that every rank writes its shard to, complete under its name or not there.
 
-last.ckpt/rollplex.json             what wrote it: stage, ranks
+last.ckpt/rollplex.json             what wrote it: stage, ranks, train_tp
 last.ckpt/checkpoint/...            DeepSpeed's files; the state of Trainer and module is in the model states
 """
 

@@ -60,7 +60,7 @@ class ShardedGradients:
                 # Ranks must reduce the same parameters, and ZeRO-3 would take a missing one's last gradient again.
                 _give_zeros(parameter)
         if self.parallel is not None:
-            self.parallel.average_whole((n, p) for n, p in self.engine.module.named_parameters() if p.requires_grad)
+            self.parallel.agree_on_whole((n, p) for n, p in self.engine.module.named_parameters() if p.requires_grad)
         # DeepSpeed averages over data-parallel ranks; the scale is that of a sum.
         torch._foreach_mul_([p.grad for p in trained if p.grad is not None], scale * self.ranks.world)
         scope, self._open = self._open, None

@@ -68,6 +68,7 @@ class WithTensorParallel:
     world_size: int
     root_device: torch.device
     _timeout: timedelta
+    _whole_shapes: dict[str, tuple[int, ...]]
 
     @property
     def topology(self) -> Topology:
@@ -82,6 +83,7 @@ class WithTensorParallel:
             self.parallel = None
             self.ranks = Ranks.connect(self._timeout)
             return self.ranks
+        self._whole_shapes = {name: tuple(p.shape) for name, p in module.policy.named_parameters()}
         self.parallel = parallel = TensorParallel.connect(topology, self._timeout)
         self.ranks = parallel.data
         executor = self.colocation.executor
@@ -99,7 +101,10 @@ class WithTensorParallel:
     def _split(self, actor: SplitModel) -> None:
         """After AutoTP has cut the parameters. The embedded engine decodes on whole ones."""
         assert self.parallel is not None
-        actor.shards = self.parallel.shards
+        actor.shards = shards = self.parallel.shards
+        now = {name: shards.whole_shape(name, p) for name, p in actor.hf.named_parameters()}
+        wrong = [name for name, shape in now.items() if shape != self._whole_shapes[name]]
+        assert not wrong, f"AutoTP cut {len(wrong)} parameters in another way than asked for (first: {wrong[0]})"
         if self.colocation.engine.needs_whole_weights:
             self.replica = Replica(actor, self.gather_bucket_bytes)
 

@@ -23,9 +23,15 @@ from rollplex.rewards.runner import RewardRunner
 from rollplex.topology import Topology
 from rollplex.updates import BUCKET_BYTES, buckets
 
+FAMILIES = ("qwen2_5_vl",)
+"""transformers' config.model_type of models that tests have trained split."""
+
 LANGUAGE_MODEL = r".*language_model.*\."
 COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 ROW = ("o_proj", "down_proj")
+_PARTIAL = re.compile(rf"{LANGUAGE_MODEL}(q_norm|k_norm)\.(weight|bias)$")
+"""Whole, but each rank uses them on its own heads only."""
+
 _SPLIT = re.compile(rf"{LANGUAGE_MODEL}({'|'.join((*COLUMN, *ROW))})\.(weight|bias)$")
 
 
@@ -65,8 +71,10 @@ def check_model(config: Any, topology: Topology) -> None:
     tp = topology.train_tp
     if tp == 1:
         return
-    if config.model_type not in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl"):
-        raise ValueError(f"train_tp={tp}: there are no rules yet to split a {config.model_type}; set train_tp to 1")
+    if config.model_type not in FAMILIES:
+        raise ValueError(
+            f"train_tp={tp}: a {config.model_type} was never split ({', '.join(FAMILIES)} can be); set train_tp to 1"
+        )
     text = config.text_config
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         size = int(getattr(text, name))
@@ -166,14 +174,20 @@ class TensorParallel:
         )
 
     @torch.no_grad()
-    def average_whole(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
-        """Average the gradients of what is whole on each rank over the trainer's ranks.
+    def agree_on_whole(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Make the gradients of what is whole on each rank equal on the trainer's ranks.
 
-        They are equal but for what atomics on a GPU round differently; left alone, the ranks' copies would drift apart.
+        Norms of single heads see those of their rank alone: their gradients are summed. The others are equal but for
+        what atomics on a GPU round differently, and are averaged; left alone, the ranks' copies would drift apart.
         """
         if self.trainer.alone:
             return
-        gradients = [p.grad for name, p in named if p.grad is not None and split_dim(name) is None]
+        gradients = []
+        for name, p in named:
+            if p.grad is not None and split_dim(name) is None:
+                gradients.append(p.grad)
+                if _PARTIAL.match(name):
+                    p.grad *= self.topology.train_tp
         for bucket in buckets(gradients, BUCKET_BYTES):
             flat = torch.cat([g.reshape(-1) for g in bucket])
             dist.all_reduce(flat, group=self.shards.train_group)

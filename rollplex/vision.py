@@ -35,8 +35,8 @@ def vision_settings(
     if engine.takes_vision and sharded:
         raise ValueError(
             "the engine's vision=shared runs the trainer's tower before the decode, and with parameters sharded over "
-            "several ranks (ZeRO-3, train_tp) each rank would have to wait for all; set vision=engine, or use ZeRO-2 "
-            "with train_tp 1"
+            "several ranks (ZeRO-3, train_tp) or an engine of several ranks each would have to wait for all; set "
+            "vision=engine, or use ZeRO-2 with train_tp 1 and tensor_parallel_size 1"
         )
     if engine.takes_vision and not share_prefix:
         warnings.warn(

@@ -69,6 +69,8 @@ def test_a_model_that_cannot_be_split_is_refused(name, value):
     text = {"num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 16}
     config = SimpleNamespace(model_type="qwen2_5_vl", text_config=SimpleNamespace(**text))
     check_model(config, Topology(4, 4, 1))
+    with pytest.raises(ValueError, match="a gemma3 was never split"):
+        check_model(SimpleNamespace(model_type="gemma3", text_config=config.text_config), Topology(4, 4, 1))
     setattr(config.text_config, name, value)
     with pytest.raises(ValueError, match=f"train_tp=4 does not divide the model's {name}={value}"):
         check_model(config, Topology(4, 4, 1))

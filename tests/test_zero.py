@@ -19,7 +19,7 @@ import zero_runs as z
 from helpers import relative_error
 from lightning.pytorch import Callback
 from runs import largest_difference, run, same_bits, weights
-from zero_cases import CHECKPOINTED, LOSSES, PAIR, QUICK, SOLO, STAGES, ZERO
+from zero_cases import CHECKPOINTED, FOUR, LOSSES, PAIR, QUICK, SOLO, STAGES, ZERO
 
 from rollplex import RollplexDeepSpeedStrategy
 from rollplex import deepspeed_checkpoints as checkpoints
@@ -59,7 +59,7 @@ class Results:
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": f"{HERE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
         }
-        ranks = {"solo": 1, "pair": 2}[self.world]
+        ranks = {"solo": 1, "pair": 2, "four": 4}[self.world]
         arguments = [",".join(cases), *map(str, (self.folder, *self.models))]
         done = subprocess.run(
             [*launcher, f"--nproc-per-node={ranks}", str(HERE / "zero_runs.py"), *arguments], env=environment,
@@ -68,7 +68,7 @@ class Results:
         self.output = done.stdout + done.stderr
 
 
-WORLDS = {"solo": SOLO, "pair": PAIR}
+WORLDS = {"solo": SOLO, "pair": PAIR, "four": FOUR}
 
 
 def of(world: str, values: Any, name: str) -> list[Any]:
@@ -100,6 +100,11 @@ def solo(parity_folder, untied_folder, tmp_path_factory):
 @pytest.fixture(scope="module")
 def pair(parity_folder, untied_folder, tmp_path_factory):
     return Results("pair", tmp_path_factory.mktemp("pair"), parity_folder, untied_folder)
+
+
+@pytest.fixture(scope="module")
+def four(parity_folder, untied_folder, tmp_path_factory):
+    return Results("four", tmp_path_factory.mktemp("four"), parity_folder, untied_folder)
 
 
 class KeepGradient(Callback):
@@ -223,6 +228,39 @@ def test_split_prefix_and_suffix_passes_give_the_whole_gradient(pair, plain_grad
     for name, expected in plain_gradient.items():
         if expected.norm() > 1e-4 * whole.norm():
             assert relative_error(gradient[name], expected) < 1e-4, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tensor2", "tensor_dr_grpo2"])
+def test_two_trainers_of_two_ranks_equal_one(four, plain, name):
+    expected, metrics = plain(**LOSSES.get(name.removeprefix("tensor_").removesuffix("2"), {}))
+    assert largest_difference(four[name]["weights"], expected) < TENSOR_BAR
+    for own, other in zip(four[name]["steps"], metrics, strict=True):
+        assert own["reward"] == pytest.approx(other["reward"], abs=1e-6)
+        assert own["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["one_three", "odd", "alone", "uneven"])
+def test_two_trainers_of_two_ranks_with_other_rows(four, plain, name):
+    """Also one that has no group at all."""
+    task, settings = z.mix(name)
+    expected, _ = plain(task, **settings)
+    assert largest_difference(four[f"tensor_{name}2"]["weights"], expected) < TENSOR_BAR
+
+
+@pytest.mark.slow
+def test_two_trainers_of_two_ranks_validate_every_row_once(four):
+    result = four["tensor_rows1"]  # of the data-parallel ranks
+    validated = [row for rank in result["validated"] for row in rank]
+    assert len(result["validated"]) == 4 and result["metrics"][0] == result["metrics"][1]
+    assert sorted(validated) == sorted(2 * 2 * [f"validation-{i}" for i in range(5)])  # each trainer's two ranks
+
+
+@pytest.mark.slow
+def test_two_trainers_of_two_ranks_resume(four):
+    result = four["tensor_resume1"]
+    assert same_bits(result["straight"]["weights"], result["resumed"]["weights"])
 
 
 # ---- ranks with other rows ----

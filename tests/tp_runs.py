@@ -57,7 +57,7 @@ class Watch(PhaseCallback):
     def on_train_end(self, trainer, pl_module):
         whole = trainer.strategy.whole_model()
         self.weights = {n: p.detach().clone() for n, p in whole.hf.named_parameters()}
-        self.report["peak"] = trainer.strategy.colocation.watch.mismatches
+        self.report["mismatches"] = trainer.strategy.colocation.watch.mismatches
 
     def on_unit_start(self, trainer, unit):
         self.report["hidden"] += trainer.strategy.colocation.executor.machine.phase.value == "rollout"

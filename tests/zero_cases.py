@@ -77,7 +77,8 @@ PAIR: dict[str, Case] = {
     "export3": case(z.export, 3),
     "export3_untied": untied(z.export, 3),
 }
-QUICK = {
+QUICK: dict[str, set[str]] = {
+    "four": set(),
     "solo": {"train1", "train2", "train3", "gradient3", "resume2", "stage", "parts", "offload2", "phases2", "masters3"},
     "pair": {
         "train0", "train2", "train3", "gradient3", "dapo_parts3", "text_image3", "uneven3", "alone3", "rows3", "resume0", "resume3",
@@ -86,4 +87,13 @@ QUICK = {
 }  # fmt: skip
 """World -> what the default tests read; the rest is read by slow ones."""
 
-CASES = {1: SOLO, 2: PAIR}[z.WORLD] if z.WORLD in (1, 2) else {}
+FOUR: dict[str, Case] = {
+    "tensor2": case(z.train, 2, zero=TP),
+    **{f"tensor_{name}2": case(z.mixed, 2, name, zero=TP) for name in ("one_three", "odd", "alone", "uneven")},
+    "tensor_rows1": case(z.uneven_rows, 1, zero=TP),
+    "tensor_resume1": case(z.resume, 1, zero=TP),
+    "tensor_dr_grpo2": case(z.train, 2, zero=TP, **LOSSES["dr_grpo"]),
+}
+"""Two trainers of two ranks each."""
+
+CASES = {1: SOLO, 2: PAIR, 4: FOUR}.get(z.WORLD, {})

@@ -316,9 +316,9 @@ def mix(name: str) -> tuple[PictureTask, dict[str, Any]]:
     return SizesTask(MIXES[name], 8), dict(batch_size=2, seed=8)
 
 
-def mixed(model: str, root: Path, stage: int, name: str) -> dict[str, Any]:
+def mixed(model: str, root: Path, stage: int, name: str, **more: Any) -> dict[str, Any]:
     task, settings = mix(name)
-    return train(model, root, stage, task=task, **settings)
+    return train(model, root, stage, task=task, **settings, **more)
 
 
 class Rows(Callback):
@@ -340,7 +340,7 @@ class SevenAndFive(PictureTask):
         return super().samples(split)[: 7 if split == "train" else 5]
 
 
-def uneven_rows(model: str, root: Path, stage: int) -> dict[str, Any]:
+def uneven_rows(model: str, root: Path, stage: int, **settings: Any) -> dict[str, Any]:
     """DIST-09: 7 rows to train on, 5 to validate, batches of 4."""
     rows = Rows()
     seen: dict[str, float] = {}
@@ -355,7 +355,8 @@ def uneven_rows(model: str, root: Path, stage: int) -> dict[str, Any]:
         "val_check_interval": 1,
         "check_val_every_n_epoch": 1,
     }
-    kept = train(model, root, stage, extra=[rows, Metrics()], task=SevenAndFive(), trainer=trainer, **{"steps": 2})
+    settings |= {"steps": 2}
+    kept = train(model, root, stage, extra=[rows, Metrics()], task=SevenAndFive(), trainer=trainer, **settings)
     ranks = Ranks.connect()
     return {
         "trained": ranks.gather(rows.trained), "validated": ranks.gather(rows.validated), "metrics": ranks.gather(seen),

@@ -1,0 +1,102 @@
+"""Training runs in which trainer and vLLM engine have tensor-parallel degrees of their own (gloo, this machine's
+processes): responses are those of transformers on the gathered weights, before and after updates, and the engine has no
+storage but what the layout plan says."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = [pytest.mark.vllm, pytest.mark.deepspeed, pytest.mark.distributed, pytest.mark.slow]
+pytest.importorskip("vllm")
+pytest.importorskip("deepspeed")
+
+HERE = Path(__file__).resolve().parent
+
+
+@pytest.fixture(scope="session")
+def split_folders(tmp_path_factory):
+    """KV heads -> a model that four ranks can share."""
+    from rollplex.models.tiny import build_tiny
+
+    root = tmp_path_factory.mktemp("models")
+    return {
+        kv: build_tiny(root / f"kv{kv}", init_std=0.1, seed=1, hidden_size=256, heads=8, kv_heads=kv) for kv in (2, 4)
+    }
+
+
+def launch(
+    folder: Path, model: Path, ranks: int, train_tp: int, rollout_tp: int, stage: int, weights: str = "shared"
+) -> tuple[list[dict[str, Any]], list[dict[str, torch.Tensor]]]:
+    """Reports and final whole weights of the ranks."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": f"{HERE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+    }
+    arguments = [str(a) for a in (folder, model, train_tp, rollout_tp, stage, weights)]
+    done = subprocess.run(
+        [*launcher, str(HERE / "tp_runs.py"), *arguments], env=environment, cwd=HERE.parent, capture_output=True,
+        text=True, timeout=550,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    reports = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
+    return reports, [torch.load(folder / f"weights{rank}.pt") for rank in range(ranks)]
+
+
+def check(reports: list[dict[str, Any]], weights: list[dict[str, torch.Tensor]]) -> None:
+    """What holds whatever the degrees are."""
+    for report in reports:
+        assert [all(greedy) for greedy in report["greedy"]] == [True, True, True]  # before, after one and two updates
+        assert report["tokens"][0] != report["tokens"][2]
+        assert report["hidden"] > 0 and report["mismatches"] == []
+        assert [s["reward"] for s in report["steps"]] == [s["reward"] for s in reports[0]["steps"]]
+    for other in weights[1:]:
+        assert all(torch.equal(weights[0][name], other[name]) for name in weights[0])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "train_tp", "rollout_tp", "stage"),
+    [(2, 1, 2, 2), (2, 2, 1, 2), (2, 2, 2, 2), (4, 4, 2, 2), (4, 2, 4, 1), (4, 2, 1, 2)],
+)
+def test_degrees_of_trainer_and_engine_are_independent(split_folders, tmp_path, ranks, train_tp, rollout_tp, stage):
+    reports, weights = launch(tmp_path, split_folders[max(2, train_tp)], ranks, train_tp, rollout_tp, stage)
+    check(reports, weights)
+    for report in reports:
+        classes = report["classes"]
+        # The storage that there is, counted by address, is what the plan calls fetched or rebuilt; no second copy.
+        assert report["own_bytes"] == report["gathered_bytes"] + classes["rebuild"]
+        assert report["own_bytes"] < report["engine_bytes"] / 2
+        assert (report["gathered_bytes"] > 0) == (train_tp > rollout_tp)
+        # Rebuilt tensors are filled without their padding.
+        for copied in report["copied"]:
+            assert report["gathered_bytes"] <= copied <= report["own_bytes"]
+        assert sum(classes.values()) == report["engine_bytes"]
+
+
+@pytest.mark.parametrize(("train_tp", "rollout_tp"), [(2, 1), (1, 2)])
+def test_shared_weights_are_the_copied_ones(split_folders, tmp_path, train_tp, rollout_tp):
+    """The plain twin: every weight gathered and copied after each update."""
+    found = {}
+    for kind in ("shared", "copied"):
+        (tmp_path / kind).mkdir()
+        found[kind] = launch(tmp_path / kind, split_folders[2], 2, train_tp, rollout_tp, 2, kind)
+        check(*found[kind])
+    for shared, copied in zip(found["shared"][0], found["copied"][0], strict=True):
+        assert shared["tokens"] == copied["tokens"]
+        assert copied["own_bytes"] >= shared["engine_bytes"] > 2 * shared["own_bytes"]
+        assert min(copied["copied"]) >= shared["engine_bytes"]
+
+
+def test_each_data_parallel_rank_has_an_engine_of_its_own(split_folders, tmp_path):
+    reports, weights = launch(tmp_path, split_folders[2], 2, 1, 1, 0)
+    check(reports, weights)
+    assert [report["own_bytes"] for report in reports] == [0, 0]
+    assert reports[0]["tokens"] != reports[1]["tokens"]  # other prompts
