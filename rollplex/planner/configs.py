@@ -58,6 +58,7 @@ def workload_of(content: Mapping[str, Any]) -> dict[str, Any]:
         "prompt_tokens": data.get("max_prompt_length"),
         "response_tokens": model.get("max_completion_length"),
         "gpus": int(devices) * int(nodes) if devices.isdigit() and nodes.isdigit() else None,
+        "train_tp": arguments_of(trainer.get("strategy")).get("train_tp"),
         "rollout_tp": engine.get("tensor_parallel_size"),
         "shard_optimizer": _shards_optimizer(trainer.get("strategy")) or None,
         "micro_tokens": _micro_tokens(model, data),

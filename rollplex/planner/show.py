@@ -66,7 +66,10 @@ def _show_residency(plan: Plan, console: Console, room: float) -> None:
             "trainer and engine share one copy of the weights."
         )
         if plan.place.train_tp > 1:
-            console.print("Training split over GPUs (train TP above 1) is planned only: this version does not do it.")
+            console.print(
+                "With train TP above 1 this version keeps embeddings, head and vision tower whole on each GPU; the plan "
+                "splits embeddings and head."
+            )
     elif plan.run.offload:
         console.print(f"PhaseOffload: {', '.join(plan.run.offload)} leave the device where they are not needed")
     else:
