@@ -67,8 +67,8 @@ def _show_residency(plan: Plan, console: Console, room: float) -> None:
         )
         if plan.place.train_tp > 1:
             console.print(
-                "With train TP above 1 this version keeps embeddings, head and vision tower whole on each GPU; the plan "
-                "splits embeddings and head."
+                "With train TP above 1 this version keeps embeddings, head and vision tower whole on each GPU; the "
+                "plan splits embeddings and head."
             )
     elif plan.run.offload:
         console.print(f"PhaseOffload: {', '.join(plan.run.offload)} leave the device where they are not needed")
