@@ -56,7 +56,7 @@ def same_tower(a: SplitModel, b: SplitModel) -> bool:
     all their weights are equal."""
     if not (a.vision_frozen and b.vision_frozen):
         return False
-    ours, theirs = ([p for module in m.vision_modules for p in module.parameters()] for m in (a, b))
+    ours, theirs = a.vision_parameters, b.vision_parameters
     return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
 
 

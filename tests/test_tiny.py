@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from rollplex.models import tiny
+from rollplex.models.byte_tokenizer import VOCAB_SIZE, byte_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +19,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return tiny.byte_tokenizer()
+    return byte_tokenizer()
 
 
 def test_folder_loads_with_plain_transformers_and_holds_the_same_weights(folder):
@@ -57,7 +58,7 @@ def test_tokenizer_gives_one_token_per_byte_and_round_trips(tokenizer):
     ids = tokenizer(text)["input_ids"]
     assert ids == list(text.encode())
     assert tokenizer.decode(ids) == text
-    assert len(tokenizer) == tiny.VOCAB_SIZE
+    assert len(tokenizer) == VOCAB_SIZE
 
 
 def test_tokenizer_knows_the_special_tokens(tokenizer):
@@ -92,8 +93,8 @@ def test_fresh_learning_model_samples_nearly_uniformly(tied):
     assert tied_now is tied
     with torch.no_grad():
         probabilities = model(input_ids=torch.tensor([[5, 6, 7]])).logits[0, -1].softmax(-1)
-    assert probabilities.max() < 4 / tiny.VOCAB_SIZE
-    assert probabilities.min() > 0.25 / tiny.VOCAB_SIZE
+    assert probabilities.max() < 4 / VOCAB_SIZE
+    assert probabilities.min() > 0.25 / VOCAB_SIZE
 
 
 def test_seed_and_settings_decide_the_weights():
@@ -134,7 +135,7 @@ def test_interrupted_build_leaves_nothing(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"family": "none"}, "known: qwen2_5_vl"),
+        ({"family": "none"}, "known: internvl, llava_onevision, qwen2_5_vl"),
         ({"hidden_size": 64}, "hidden_size = heads"),
         ({"kv_heads": 3}, "multiple of kv_heads"),
         ({"vision_heads": 3}, "divisible by 4"),

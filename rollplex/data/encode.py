@@ -16,12 +16,10 @@ import torch
 from PIL import Image
 
 from rollplex.data.images import MAX_IMAGE_PIXELS, open_image
+from rollplex.data.placeholders import IMAGE, VIDEO, check_tiles, has_grids, placeholder_types, runs
 from rollplex.data.records import Prompt, Sample
 from rollplex.data.video import MAX_BYTES, MAX_SECONDS, Video, open_video
 from rollplex.tasks.base import VLMTask
-
-IMAGE, VIDEO = 1, 2
-"""Values of mm_token_type_ids."""
 
 PICTURES_OF_A_ROW = 4
 """All pictures of a row together may hold this many times `max_image_pixels`."""
@@ -33,7 +31,10 @@ LONGEST_REASON = 500
 """Letters kept of a reason: a broken row may be quoted in it, and a row can be of any size."""
 
 _BREAK = "\u200b"
-_MEDIA = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
+_MEDIA = (
+    "pixel_values", "image_grid_thw", "image_sizes", "batch_num_images",
+    "pixel_values_videos", "video_grid_thw", "second_per_grid_ts",
+)  # fmt: skip
 
 
 class BadRow(ValueError):
@@ -186,7 +187,7 @@ class PromptEncoder:
         ids = output["input_ids"][0].long()
         types = output.get("mm_token_type_ids")
         if types is None:
-            types = torch.tensor(self.processor.create_mm_token_type_ids([ids.tolist()]))
+            types = placeholder_types(ids, self.processor)[None]
         prompt = Prompt(
             sample=sample,
             input_ids=ids,
@@ -196,7 +197,10 @@ class PromptEncoder:
             text=text,
             images=(*images, *(Image.fromarray(video.frames[0]) for video in videos)),
         )
-        check_placeholders(prompt, merge_size=self.merge_size, images=len(images), videos=len(videos))
+        if has_grids(self.processor):
+            check_placeholders(prompt, merge_size=self.merge_size, images=len(images), videos=len(videos))
+        else:
+            check_tiles(prompt, self.processor, images=len(images), frames=[len(v.frames) for v in videos])
         if self.max_prompt_length is not None and len(prompt) > self.max_prompt_length:
             vision = int((prompt.mm_token_type_ids > 0).sum())
             raise BadRow(
@@ -213,7 +217,8 @@ class PromptEncoder:
         if bos is not None and text.startswith(bos):
             arguments["text_kwargs"] = {"add_special_tokens": False}
         if images:
-            arguments["images"] = images
+            # As pictures of one text, which some processors treat otherwise than pictures of several.
+            arguments["images"] = images if has_grids(self.processor) else [images]
             if "image" in self._size:
                 arguments["images_kwargs"] = {"size": self._size["image"]}
         if videos:
@@ -264,27 +269,21 @@ def check_placeholders(
         ("video", VIDEO, "pixel_values_videos", "video_grid_thw", videos),
     )
     for kind, code, pixels_name, grid_name, expected in kinds:
-        runs = _runs(prompt.mm_token_type_ids == code)
+        found = runs(prompt.mm_token_type_ids == code)
         grid = prompt.media.get(grid_name)
         pixels = prompt.media.get(pixels_name)
         rows = [] if grid is None else [[int(v) for v in row] for row in grid.tolist()]
-        if (runs or rows) and pixels is None:
-            raise ValueError(f"the prompt has {sum(runs)} {kind} tokens but no {pixels_name}")
+        if (found or rows) and pixels is None:
+            raise ValueError(f"the prompt has {sum(found)} {kind} tokens but no {pixels_name}")
         if expected is not None and len(rows) != expected:
             raise ValueError(f"{expected} {kind} part(s) gave {len(rows)} grid(s)")
         whole = [t * h * w // merge_size**2 for t, h, w in rows]
         by_frame = [h * w // merge_size**2 for t, h, w in rows for _ in range(t)]
-        if runs not in (whole, by_frame):
-            raise ValueError(f"{kind} placeholder runs {runs} do not match {whole}, the sizes of the {kind} grids")
+        if found not in (whole, by_frame):
+            raise ValueError(f"{kind} placeholder runs {found} do not match {whole}, the sizes of the {kind} grids")
         cells = sum(t * h * w for t, h, w in rows)
         if pixels is not None and len(pixels) != cells:
             raise ValueError(f"{pixels_name} has {len(pixels)} rows; the grids need {cells}")
-
-
-def _runs(mask: torch.Tensor) -> list[int]:
-    """(P,) bool -> lengths of its stretches of True."""
-    values, counts = torch.unique_consecutive(mask, return_counts=True)
-    return [int(count) for value, count in zip(values.tolist(), counts.tolist(), strict=True) if value]
 
 
 def _tensor(value: Any) -> torch.Tensor:

@@ -13,14 +13,15 @@ Shape legend: N rows, V vocabulary, K candidates.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rollplex.data.records import Request, SamplingParams
+from rollplex.data.records import Prompt, Request, SamplingParams
+from rollplex.models.vision import TYPE_IDS
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _MIX_A = np.uint64(0xBF58476D1CE4E5B9)
@@ -32,33 +33,32 @@ _ONE = 2.0**40
 """Integer weight of the likeliest token: tokens less likely than it by more than this factor are never drawn."""
 
 
-MEDIA = (
-    ("image", 1, ("pixel_values", "image_grid_thw")),
-    ("video", 2, ("pixel_values_videos", "video_grid_thw")),
-)
-"""Name, value in mm_token_type_ids, tensors that come with such tokens."""
-
-
 # ---- checks ----------------------------------------------------------------------------------------------------------
 
 
-def check_length(request: Request, limit: int, exceeded: str) -> None:
-    """Raises ValueError unless prompt and longest response fit `limit` tokens; `exceeded` says what that limit is."""
+def check_request(request: Request, needed: Mapping[str, tuple[str, ...]], limit: int, exceeded: str) -> None:
+    """Raises ValueError unless the prompt's media are there (`needed`: `SplitModel.media_names`) and prompt and longest
+    response fit `limit` tokens; `exceeded` says what that limit is."""
     prompt, row = request.prompt, request.prompt.sample.id
+    _check_media(prompt, needed)
     if not len(prompt):
         raise ValueError(f"row {row!r}: the prompt has no tokens")
-    for kind, code, names in MEDIA:
-        lost = [name for name in names if name not in prompt.media]
-        if lost and bool((prompt.mm_token_type_ids == code).any()):
-            raise ValueError(
-                f"row {row!r}: the prompt has {kind} tokens but no {lost[0]}: a model would read them as text. Keep "
-                "the prompt's media"
-            )
     if len(prompt) + request.params.max_tokens > limit:
         raise ValueError(
             f"row {row!r}: {len(prompt)} prompt tokens + max_tokens {request.params.max_tokens} exceed {exceeded} "
             "lower max_completion_length, shorten the prompt or use smaller images"
         )
+
+
+def _check_media(prompt: Prompt, needed: Mapping[str, tuple[str, ...]]) -> None:
+    """Raises ValueError where tokens of a picture or video have lost their tensors."""
+    for kind, names in needed.items():
+        lost = [name for name in names if name not in prompt.media]
+        if lost and bool((prompt.mm_token_type_ids == TYPE_IDS[f"{kind}_embeds"]).any()):
+            raise ValueError(
+                f"row {prompt.sample.id!r}: the prompt has {kind} tokens but no {lost[0]}: a model would read them as "
+                "text. Keep the prompt's media"
+            )
 
 
 def not_finite(request: Request, token: int, version: int) -> FloatingPointError:

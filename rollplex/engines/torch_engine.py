@@ -22,7 +22,7 @@ from rollplex.engines.base import EngineContext, RolloutEngine, Vision, WindowSt
 from rollplex.engines.decode import Bundle, Layout, OwnKV, decode_step, kv_bytes, make_layout
 from rollplex.engines.graph_decode import GraphDecode
 from rollplex.engines.rows import RowTable, SeenTokens, empty_rollout
-from rollplex.engines.sampling import RuleBook, check_length, check_params, not_finite, sample
+from rollplex.engines.sampling import RuleBook, check_params, check_request, not_finite, sample
 from rollplex.engines.text import Detokenizer
 from rollplex.engines.waiting import WaitingGroups, features_of
 from rollplex.models.split_model import SplitModel
@@ -107,7 +107,7 @@ class TorchEngine(RolloutEngine):
             if r.params not in checked:
                 check_params(r.params, vocabulary)
                 checked.add(r.params)
-            check_length(r, self._limit, f"the model's context of {self._limit} (max_position_embeddings):")
+            check_request(r, model.media_names, self._limit, f"the model's max_position_embeddings of {self._limit}:")
             groups.setdefault((r.group, id(r.prompt)), []).append(r)
         self._waiting.extend(groups.values())
 

@@ -158,7 +158,8 @@ class VLLMEngine(HeldStates, RolloutEngine):
             vllm_patches.count_ranks_without_compiler()
             vllm_patches.leave_global_generator_alone(runner.sampler)
         self._converter = vllm_inputs.PromptConverter(engine.vllm_config, self._model, embed=self.takes_vision)
-        vllm_patches.use_positions(runner.model, self._converter.positions)
+        if engine.vllm_config.model_config.uses_mrope:
+            vllm_patches.use_positions(runner.model, self._converter.positions)
         self._reader = ResponseReader(engine.output_processor, Detokenizer(self._tokenizer))
         self._kv = KVMemory(engine, runner.kv_caches, on_cpu=self._on_cpu)
         self._own_weights = vllm_weights.own_tensors(runner.model, self._model, getattr(self._weights, "buffers", ()))
@@ -240,7 +241,7 @@ class VLLMEngine(HeldStates, RolloutEngine):
                 check_params(r.params, self._model.head_weight.shape[0])
                 vllm_inputs.check_temperature(r.params)
                 checked.add(r.params)
-            vllm_inputs.check_size(r, self._limit, self._encoder_tokens, self._converter.merge)
+            vllm_inputs.check_size(r, self._limit, self._encoder_tokens, self._model)
         if not self._live:
             self._weights.verify()
             self._converter.forget()

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from rollplex.data.records import Prompt, Request, SamplingParams
-from rollplex.engines.sampling import check_length
-from rollplex.models.split_model import SplitModel
+from rollplex.engines.sampling import check_request
+from rollplex.models.split_model import Kind, SplitModel
 from rollplex.models.vision import VisionState
 
-MODALITIES = (("image", 1, "image_grid_thw"), ("video", 2, "video_grid_thw"))
-"""Name, value in mm_token_type_ids, name of the grids."""
+MODALITIES: tuple[tuple[Kind, int], ...] = (("image", 1), ("video", 2))
+"""Name, value in mm_token_type_ids."""
 
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 2.0
 """vLLM raises lower ones (other than 0) silently, and refuses higher ones."""
@@ -82,8 +82,6 @@ class PromptConverter:
         self._source = source
         # The tower runs on the rollout lane: on a module tree of its own over the trainer's tensors.
         self._tower = source.alias() if embed else None
-        self.merge = int(source.config.vision_config.spatial_merge_size)
-        """Patches along each side of what becomes one token."""
         self._positions: dict[tuple[Any, ...], tuple[Tensor, int]] = {}
 
     def convert(self, prompt: Prompt, features: VisionState | None = None) -> Any:
@@ -102,10 +100,10 @@ class PromptConverter:
         places = {
             modality: [
                 PlaceholderRange(offset=first, length=end - first, is_embed=is_embed)
-                for first, end, is_embed in item_places(prompt, code, grid, self.merge)
+                for first, end, is_embed in item_places(prompt, code, sizes)
             ]
-            for modality, code, grid in MODALITIES
-            if grid in media
+            for modality, code in MODALITIES
+            if (sizes := self._source.item_tokens(prompt, modality))
         }
         hashes = {modality: [_hash(modality, item) for item in items[modality]] for modality in places}
         where = [(p.offset, h) for modality in places for p, h in zip(places[modality], hashes[modality], strict=True)]
@@ -114,15 +112,21 @@ class PromptConverter:
         return mm_input(prompt_token_ids=ids, mm_kwargs=items, mm_hashes=hashes, mm_placeholders=places)
 
     def _media(self, prompt: Prompt, features: VisionState | None) -> Any:
-        media = {name: tensor.cpu() for name, tensor in prompt.media.items()}
+        source = self._source
         if self._tower is None:
-            return media
+            return source.engine_media(prompt)
+        for kind, code in MODALITIES:
+            if kind not in source.support.shared_vision and bool((prompt.mm_token_type_ids == code).any()):
+                raise ValueError(
+                    f"row {prompt.sample.id!r}: vLLM takes no features of a {kind} for {source.model_type}: set "
+                    "vision: engine"
+                )
         if features is None:
             if not self._tower.shares_storage_with(self._source):
                 self._tower.bind(self._source)
             features = self._tower.vision([prompt], grad=False)
         features.check_prompts([prompt])
-        return {name: t for name, t in media.items() if not name.startswith("pixel_values")} | features.leaves
+        return source.engine_media(prompt, features.leaves)
 
     def positions(self, input_tokens: Sequence[int], mm_features: Sequence[Any]) -> tuple[Tensor, int]:
         """(3, P) int64 positions of a converted prompt, and first response position minus P: the trainer's.
@@ -145,16 +149,16 @@ def _layout(tokens: int, items: Iterable[tuple[int, str]]) -> tuple[Any, ...]:
     return (tokens, *sorted(items))
 
 
-def check_size(request: Request, limit: int, encoder_tokens: int, merge: int) -> None:
+def check_size(request: Request, limit: int, encoder_tokens: int, source: SplitModel) -> None:
     """Raises ValueError, naming the row and what to set, for a request that can never run.
 
-    limit: most tokens of a sequence; encoder_tokens: most of one picture or video; merge: patches along each side of
-    what becomes a token.
+    limit: most tokens of a sequence; encoder_tokens: most of one picture or video; source: the trainer's model.
     """
-    check_length(request, limit, f"the engine's max_model_len of {limit}: raise it (up to the model's context),")
+    exceeded = f"the engine's max_model_len of {limit}: raise it (up to the model's context),"
+    check_request(request, source.media_names, limit, exceeded)
     prompt, row = request.prompt, request.prompt.sample.id
-    grids = [g for _, _, name in MODALITIES if name in prompt.media for g in prompt.media[name].tolist()]
-    largest = max((t * h * w // merge**2 for t, h, w in grids), default=0)
+    sizes = [n for kind, _ in MODALITIES for n in source.item_tokens(prompt, kind)]
+    largest = max(sizes, default=0)
     if largest > encoder_tokens:
         raise ValueError(
             f"row {row!r}: a picture or video of {largest} tokens does not fit the engine's encoder cache of "
@@ -162,14 +166,13 @@ def check_size(request: Request, limit: int, encoder_tokens: int, merge: int) ->
         )
 
 
-def item_places(prompt: Prompt, code: int, grid_name: str, merge: int) -> list[tuple[int, int, Tensor | None]]:
-    """(first token, one past the last, mask) of each picture or video. The mask (bool, over the range) marks its own
-    tokens where text stands between them, as time stamps do in some families; None when all are."""
+def item_places(prompt: Prompt, code: int, sizes: Sequence[int]) -> list[tuple[int, int, Tensor | None]]:
+    """(first token, one past the last, mask) of each picture or video, of `sizes` tokens. The mask (bool, over the
+    range) marks its own tokens where text stands between them (time stamps, in some families); None when all are."""
     is_own_P = prompt.mm_token_type_ids == code
     own = torch.nonzero(is_own_P).squeeze(1).tolist()
     places, used = [], 0
-    for t, h, w in prompt.media[grid_name].tolist():
-        count = t * h * w // merge**2
+    for count in sizes:
         tokens = own[used : used + count]
         if len(tokens) != count:
             break
@@ -177,10 +180,10 @@ def item_places(prompt: Prompt, code: int, grid_name: str, merge: int) -> list[t
         mask = is_own_P[first:end]
         places.append((first, end, None if bool(mask.all()) else mask.clone()))
         used += count
-    if used != len(own) or len(places) != len(prompt.media[grid_name]):
+    if used != len(own) or len(places) != len(sizes):
         raise ValueError(
-            f"row {prompt.sample.id!r}: {len(own)} placeholder tokens do not match {grid_name} "
-            f"{prompt.media[grid_name].tolist()} at {merge}x{merge} patches per token"
+            f"row {prompt.sample.id!r}: {len(own)} placeholder tokens do not match its media, whose pictures or videos "
+            f"have {list(sizes)} tokens"
         )
     return places
 

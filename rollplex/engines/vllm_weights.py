@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from rollplex.models.split_model import SplitModel
 
 LOAD_FORMAT = "rollplex"
+TOWERS = ("visual.", "vision_tower.")
+"""How names of vLLM's vision parameters begin."""
 
 
 class WeightBinding(Protocol):
@@ -35,8 +37,8 @@ class WeightBinding(Protocol):
 
 def wanted(model: nn.Module, source: SplitModel) -> list[tuple[str, nn.Parameter]]:
     """The trainer's parameters, tied ones once; without the vision tower where vLLM's model has none."""
-    blind = not any(name.startswith("visual.") for name, _ in model.named_parameters())
-    vision = {id(p) for part in ("vision_tower", "projector") for m in source.part(part) for p in m.parameters()}
+    blind = not any(name.startswith(TOWERS) for name, _ in model.named_parameters())
+    vision = {id(p) for p in source.vision_parameters}
     return [(name, p) for name, p in source.hf.named_parameters() if not (blind and id(p) in vision)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 SPECIAL_TOKENS = (
@@ -43,8 +44,25 @@ CHAT_TEMPLATE = """\
 """
 
 
-def byte_tokenizer() -> Any:
-    """A byte-level tokenizer: token b is byte b, 256.. are `SPECIAL_TOKENS`. Any string round-trips."""
+INTERNVL = {
+    "<|vision_start|>": "<img>", "<|vision_end|>": "</img>",
+    "<|image_pad|>": "<IMG_CONTEXT>", "<|video_pad|>": "<video>",
+}  # fmt: skip
+LLAVA_ONEVISION = {"<|image_pad|>": "<image>", "<|video_pad|>": "<video>"}
+"""Names of special tokens in other families; their ids stay."""
+
+_IMAGE, _VIDEO = (f"<|vision_start|><|{kind}_pad|><|vision_end|>" for kind in ("image", "video"))
+QWEN3_CHAT_TEMPLATE = CHAT_TEMPLATE.replace(_VIDEO, "<|video_pad|>")
+LLAVA_CHAT_TEMPLATE = CHAT_TEMPLATE.replace(_IMAGE, "<image>").replace(_VIDEO, "<video>")
+INTERNVL_CHAT_TEMPLATE = CHAT_TEMPLATE.replace(_IMAGE, "<IMG_CONTEXT>\\n").replace(_VIDEO, "<video>\\n")
+"""Media by one token where the family's processor adds what stands around it."""
+
+
+def byte_tokenizer(names: Mapping[str, str] | None = None, attributes: Mapping[str, str] | None = None) -> Any:
+    """A byte-level tokenizer: token b is byte b, 256.. are `SPECIAL_TOKENS`. Any string round-trips.
+
+    names: special tokens to call otherwise. attributes: what a family's processor looks for at its tokenizer.
+    """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -55,12 +73,14 @@ def byte_tokenizer() -> Any:
     core = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
-    core.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    special = [(names or {}).get(token, token) for token in SPECIAL_TOKENS]
+    core.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     return PreTrainedTokenizerFast(
         tokenizer_object=core,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
-        extra_special_tokens=[t for t in SPECIAL_TOKENS if t not in ("<|im_end|>", "<|endoftext|>")],
+        extra_special_tokens=[t for t in special if t not in ("<|im_end|>", "<|endoftext|>")],
+        **({"model_specific_special_tokens": dict(attributes)} if attributes else {}),
         clean_up_tokenization_spaces=False,
         model_max_length=4096,
         padding_side="left",

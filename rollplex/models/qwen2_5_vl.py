@@ -15,11 +15,13 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from rollplex.data.records import Prompt
 from rollplex.models.attention import STATE_KEYWORD
 from rollplex.models.prefix import RecordPrefix
-from rollplex.models.split_model import Part, SplitModel
+from rollplex.models.split_model import Kind, Part, SplitModel
+from rollplex.models.support import Support
 
 
 class Qwen2_5VL(SplitModel):
     model_type = "qwen2_5_vl"
+    support = Support(zero3=True)
 
     @property
     def language_model(self) -> nn.Module:
@@ -37,6 +39,11 @@ class Qwen2_5VL(SplitModel):
     def banned_token_ids(self) -> tuple[int, ...]:
         c = self.config
         return (c.image_token_id, c.video_token_id, c.vision_start_token_id, c.vision_end_token_id)
+
+    def item_tokens(self, prompt: Prompt, kind: Kind) -> list[int]:
+        merge = int(self.config.vision_config.spatial_merge_size)
+        grids = prompt.media.get(f"{kind}_grid_thw")
+        return [] if grids is None else [t * h * w // merge**2 for t, h, w in grids.tolist()]
 
     def compute_positions(self, prompt: Prompt) -> Tensor:
         grids = {k: prompt.media.get(k) for k in ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")}

@@ -15,7 +15,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,8 @@ from rollplex.models.head import PolicyHead
 from rollplex.models.logprobs import linear_logps
 from rollplex.models.prefix import PrefixState, ReadPrefix, RecordPrefix
 from rollplex.models.saved import SavedActivations
+from rollplex.models.support import Support, refuse_unsplittable
+from rollplex.models.twin import point_at
 from rollplex.models.vision import VisionState, feature_tokens
 
 if TYPE_CHECKING:
@@ -39,6 +41,7 @@ PASS_SETTINGS = ("prefix_checkpointing", "suffix_checkpointing", "prefix_on_host
 """Keywords of `SplitModel` that trade time for memory."""
 
 Part = Literal["vision_tower", "projector", "language_model"]
+Kind = Literal["image", "video"]
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,11 @@ class SplitModel(ABC):
     """Holds the transformers model by reference; it is no module itself, so nothing is registered twice."""
 
     model_type: str = ""
+    support = Support()
+    media_names: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_videos", "video_grid_thw"),
+    }  # fmt: skip
+    """Of `Prompt.media`: the tensors that must come with tokens of a kind."""
 
     def __init__(
         self,
@@ -77,7 +85,7 @@ class SplitModel(ABC):
         self.shards: Shards | None = None
         """How this process's parameters are parts of whole ones (tensor parallel); None where they are whole."""
         self._positions: dict[int, tuple[weakref.ref[Prompt], Tensor]] = {}
-        self._refuse_dropout()
+        refuse_unsplittable(hf.config)
         self.hf.set_attn_implementation({"text_config": ATTENTION_NAME})
 
     # ---- what a family says ----
@@ -89,7 +97,11 @@ class SplitModel(ABC):
 
     @abstractmethod
     def part(self, name: Part) -> list[nn.Module]:
-        """The modules of one part; the three parts cover all parameters."""
+        """The modules of one part."""
+
+    def part_parameters(self, name: Part) -> list[nn.Parameter]:
+        """The parameters of one part; the three parts cover all, each once."""
+        return [p for module in self.part(name) for p in module.parameters()]
 
     @abstractmethod
     def compute_positions(self, prompt: Prompt) -> Tensor:
@@ -117,6 +129,18 @@ class SplitModel(ABC):
         """What the vision tower makes of the prompts' media: image_embeds and video_embeds, (vision tokens, W), prompt
         after prompt, on the device; absent when unused. Depends on the tower's weights alone."""
 
+    @abstractmethod
+    def item_tokens(self, prompt: Prompt, kind: Kind) -> list[int]:
+        """How many tokens each picture (or video) of a prompt has, in order."""
+
+    def engine_media(self, prompt: Prompt, features: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """The prompt's media on the CPU under the names vLLM reads them by; with `features` (of one prompt, as in
+        `vision_embeddings`) in the place of pixels."""
+        media = {name: tensor.cpu() for name, tensor in prompt.media.items()}
+        if features is None:
+            return media
+        return {name: t for name, t in media.items() if not name.startswith("pixel_values")} | dict(features)
+
     @property
     @abstractmethod
     def banned_token_ids(self) -> tuple[int, ...]:
@@ -141,16 +165,6 @@ class SplitModel(ABC):
         mask[list(self.banned_token_ids)] = True
         return mask
 
-    def _refuse_dropout(self) -> None:
-        parts = [getattr(self.config, name, None) for name in ("text_config", "vision_config")]
-        for config in [self.config, *filter(None, parts)]:
-            for name, value in config.to_dict().items():
-                if name.endswith("dropout") and isinstance(value, float) and value > 0:
-                    raise ValueError(
-                        f"{name}={value} in the model's config: with dropout the rollout and the update see different "
-                        f"policies, so the ratio is not 1 at the first step. Set {name}=0.0"
-                    )
-
     def positions(self, prompts: Sequence[Prompt]) -> tuple[Tensor, Tensor]:
         """(3, B, P) int64 positions and (B,) int64 first response positions, on the CPU.
 
@@ -174,17 +188,17 @@ class SplitModel(ABC):
     def freeze(self, parts: Sequence[Part]) -> None:
         """Turn gradients off for whole parts, on for the others."""
         for name in ("vision_tower", "projector", "language_model"):
-            for module in self.part(name):
-                module.requires_grad_(name not in parts)
+            for parameter in self.part_parameters(name):
+                parameter.requires_grad_(name not in parts)
 
     @property
-    def vision_modules(self) -> list[nn.Module]:
-        """All that stands between pixels and what the language model is given of them."""
-        return [*self.part("vision_tower"), *self.part("projector")]
+    def vision_parameters(self) -> list[nn.Parameter]:
+        """Of all that stands between pixels and what the language model is given of them."""
+        return [*self.part_parameters("vision_tower"), *self.part_parameters("projector")]
 
     @property
     def vision_frozen(self) -> bool:
-        return not any(p.requires_grad for module in self.vision_modules for p in module.parameters())
+        return not any(p.requires_grad for p in self.vision_parameters)
 
     def vision(self, prompts: Sequence[Prompt], *, grad: bool) -> VisionState:
         """One pass of the vision tower over a bundle's media, for prefix passes to read. With `grad`, the graph is kept
@@ -322,18 +336,7 @@ class SplitModel(ABC):
         self, source: SplitModel, tensor_of: Callable[[nn.Parameter], Tensor] = lambda parameter: parameter.detach()
     ) -> None:
         """(Re-)point every parameter at `source`'s storage; needed again whenever the trainer re-allocates one."""
-        own_modules = dict(self.hf.named_modules())
-        made: dict[int, nn.Parameter] = {}  # a tied parameter stays one
-        for name, module in source.hf.named_modules():
-            target = own_modules[name]
-            for key, parameter in module._parameters.items():
-                if parameter is not None:
-                    if id(parameter) not in made:
-                        made[id(parameter)] = nn.Parameter(tensor_of(parameter), requires_grad=False)
-                    target._parameters[key] = made[id(parameter)]
-            for key, buffer in module._buffers.items():
-                if buffer is not None:
-                    target._buffers[key] = buffer.detach().clone()
+        point_at(self.hf, source.hf, tensor_of)
         self.version = source.version
 
     def shares_storage_with(self, source: SplitModel) -> bool:

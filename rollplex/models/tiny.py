@@ -15,7 +15,7 @@ import json
 import math
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from rollplex.models.byte_tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS, TOKEN_IDS, VOCAB_SIZE, byte_tokenizer
+from rollplex.models.byte_tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS, TOKEN_IDS
+from rollplex.models.tiny_families import FAMILIES
 
 MARKER = "rollplex_tiny.json"
-PATCH, MERGE, TEMPORAL_PATCH = 14, 2, 2
 HEAD_DIMS = (32, 64)
 EMBEDDING_STD = 0.02
 """Of token embeddings and output head for learning: small enough that a fresh model tries every token alike. At 0.035 a
@@ -80,98 +80,10 @@ class TinySettings:
                 "two-dimensional rotary positions need a head size divisible by 4"
             )
 
-    @property
-    def mrope_section(self) -> list[int]:
-        """Frequencies given to time, height and width; they sum to half of the head size."""
-        half = self.hidden_size // self.heads // 2
-        time = half // 4
-        height = (half - time) // 2
-        return [time, height, half - time - height]
-
     def digest(self) -> str:
         """Hash of the settings and of what this file writes besides them."""
         what = [asdict(self), CHAT_TEMPLATE, SPECIAL_TOKENS, EMBEDDING_STD, "format 1"]
         return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
-
-
-@dataclass(frozen=True)
-class Family:
-    """How one family is made small."""
-
-    config: Callable[[TinySettings], Any]
-    """The transformers config of the settings."""
-
-    model_class: Callable[[], type[Any]]
-    processor: Callable[[TinySettings], Any]
-
-
-def _qwen2_5_vl_config(settings: TinySettings) -> Any:
-    from transformers import Qwen2_5_VLConfig
-
-    return Qwen2_5_VLConfig(
-        text_config={
-            "vocab_size": VOCAB_SIZE,
-            "hidden_size": settings.hidden_size,
-            "intermediate_size": settings.intermediate_size,
-            "num_hidden_layers": settings.layers,
-            "num_attention_heads": settings.heads,
-            "num_key_value_heads": settings.kv_heads,
-            "max_position_embeddings": 4096,
-            "rms_norm_eps": 1e-6,
-            "attention_dropout": settings.attention_dropout,
-            "tie_word_embeddings": settings.tie_word_embeddings,
-            "bos_token_id": None,
-            "eos_token_id": TOKEN_IDS["<|im_end|>"],
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 10_000.0,
-                "mrope_section": settings.mrope_section,
-            },
-        },
-        vision_config={
-            "depth": settings.vision_depth,
-            "hidden_size": settings.vision_hidden,
-            "intermediate_size": settings.vision_intermediate,
-            "num_heads": settings.vision_heads,
-            "out_hidden_size": settings.hidden_size,
-            "patch_size": PATCH,
-            "spatial_merge_size": MERGE,
-            "temporal_patch_size": TEMPORAL_PATCH,
-            "tokens_per_second": 2,
-            "window_size": 112,
-            "fullatt_block_indexes": [settings.vision_depth - 1],
-        },
-        image_token_id=TOKEN_IDS["<|image_pad|>"],
-        video_token_id=TOKEN_IDS["<|video_pad|>"],
-        vision_start_token_id=TOKEN_IDS["<|vision_start|>"],
-        vision_end_token_id=TOKEN_IDS["<|vision_end|>"],
-        tie_word_embeddings=settings.tie_word_embeddings,
-    )
-
-
-def _qwen2_5_vl_class() -> type[Any]:
-    from transformers import Qwen2_5_VLForConditionalGeneration
-
-    return Qwen2_5_VLForConditionalGeneration
-
-
-def _qwen2_5_vl_processor(settings: TinySettings) -> Any:
-    from transformers import Qwen2_5_VLProcessor, Qwen2VLImageProcessor, Qwen2VLVideoProcessor
-
-    size = {"shortest_edge": settings.min_pixels, "longest_edge": settings.max_pixels}
-    shape = {"patch_size": PATCH, "merge_size": MERGE, "temporal_patch_size": TEMPORAL_PATCH}
-    return Qwen2_5_VLProcessor(
-        image_processor=Qwen2VLImageProcessor(size=size, **shape),
-        # cap_pixels_per_frame: set, because its default is announced to change.
-        video_processor=Qwen2VLVideoProcessor(size=size, cap_pixels_per_frame=False, **shape),
-        tokenizer=byte_tokenizer(),
-        chat_template=CHAT_TEMPLATE,
-    )
-
-
-FAMILIES: dict[str, Family] = {
-    "qwen2_5_vl": Family(_qwen2_5_vl_config, _qwen2_5_vl_class, _qwen2_5_vl_processor),
-}
 
 
 def tiny_config(**settings: Any) -> Any:

@@ -146,21 +146,34 @@ def _from_folder(path: str) -> ModelShape:
         vision_params=sum(p.numel() for p in model.parameters() if id(p) not in language),
         tied=bool(config.tie_word_embeddings), head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
         qkv_bias=any(n.endswith("q_proj.bias") for n in names), qk_norm=any(n.endswith("q_norm.weight") for n in names),
-        projector_params=sum(p.numel() for n, p in model.named_parameters() if ".merger." in n),
-        vision=_tower(config.vision_config, names),
+        projector_params=_projector_params(model),
+        vision=_tower(config, names),
         sizes=tuple(p.numel() for wide in (True, False) for p in model.parameters() if (p.ndim >= 2) is wide),
     )  # fmt: skip
 
 
+def _projector_params(model: Any) -> int:
+    """As the family says; 0 for a family without passes, which no run trains."""
+    from rollplex.models.registry import FAMILIES
+
+    if model.config.model_type not in FAMILIES:
+        return 0
+    return sum(p.numel() for p in FAMILIES[model.config.model_type](model).part_parameters("projector"))
+
+
 def _tower(config: Any, names: Sequence[str]) -> VisionShape | None:
     """None for a tower whose config has other names: the bytes of its activations are then not planned."""
-    wanted = ("depth", "hidden_size", "intermediate_size", "num_heads", "spatial_merge_size", "patch_size",
-              "temporal_patch_size")  # fmt: skip
-    if not all(isinstance(getattr(config, name, None), int) for name in wanted):
+    c = config.vision_config
+    wide = getattr(c, "embed_dim", c.hidden_size)  # Qwen2-VL's hidden_size is the language model's
+    ffn = getattr(c, "intermediate_size", None) or wide * getattr(c, "mlp_ratio", 0)
+    depth = getattr(c, "depth", None) or getattr(c, "num_hidden_layers", None)
+    heads = getattr(c, "num_heads", None) or getattr(c, "num_attention_heads", None)
+    patch = c.patch_size[0] if isinstance(c.patch_size, list | tuple) else c.patch_size
+    # Tiles of LLaVA-OneVision keep a token for each patch, InternVL's are shrunk along both sides.
+    side = getattr(c, "spatial_merge_size", None) or round(1 / getattr(config, "downsample_ratio", 1.0))
+    if not all(isinstance(x, int) and x for x in (depth, wide, ffn, heads, patch, side)):
         return None
-    gated = any("visual" in n and ".mlp.gate_proj" in n for n in names)
     return VisionShape(
-        config.depth, config.hidden_size, config.intermediate_size, config.num_heads, gated,
-        patches_per_token=config.spatial_merge_size**2,
-        patch_values=3 * config.temporal_patch_size * config.patch_size**2,
+        depth, wide, ffn, heads, any("visual" in n and ".mlp.gate_proj" in n for n in names),
+        patches_per_token=side**2, patch_values=3 * getattr(c, "temporal_patch_size", 1) * patch**2,
     )  # fmt: skip

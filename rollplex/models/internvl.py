@@ -1,0 +1,59 @@
+"""InternVL (arXiv 2504.10479) as transformers has it: a picture is cut into tiles of one size, each of which becomes
+`image_seq_length` tokens. The frames of a video are pictures of one tile, with their number as text before them.
+
+Shape legend: I vision tokens, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from rollplex.data.placeholders import runs
+from rollplex.data.records import Prompt
+from rollplex.models.scattered import ScatteredVision
+from rollplex.models.split_model import Kind, Part
+from rollplex.models.support import Support
+
+
+class InternVL(ScatteredVision):
+    model_type = "internvl"
+    support = Support(video="as pictures", tensor_parallel=False)
+    media_names: ClassVar[Mapping[str, tuple[str, ...]]] = {"image": ("pixel_values",)}
+
+    def part(self, name: Part) -> list[nn.Module]:
+        model = self.hf.model
+        return {
+            "vision_tower": [model.vision_tower],
+            "projector": [model.multi_modal_projector],
+            "language_model": [model.language_model, self.hf.lm_head],
+        }[name]
+
+    @property
+    def banned_token_ids(self) -> tuple[int, ...]:
+        return (self.config.image_token_id,)
+
+    def item_tokens(self, prompt: Prompt, kind: Kind) -> list[int]:
+        # The end token of a picture stands between two of them, so each is one run of placeholders.
+        return runs(prompt.mm_token_type_ids == 1) if kind == "image" else []
+
+    def vision_embeddings(self, prompts: Sequence[Prompt]) -> dict[str, Tensor]:
+        tiles = [p.media["pixel_values"] for p in prompts if "pixel_values" in p.media]
+        if not tiles:
+            return {}
+        found = self.hf.model.get_image_features(torch.cat(tiles).to(self.device)).pooler_output
+        return {"image_embeds": found.flatten(0, 1)}
+
+    def engine_media(self, prompt: Prompt, features: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        sizes = self.item_tokens(prompt, "image")
+        if features is not None:
+            return {"image_embeds": features["image_embeds"].split(sizes)}  # type: ignore[dict-item]
+        per_tile = self.config.image_seq_length
+        return {
+            "pixel_values": prompt.media["pixel_values"].cpu(),
+            "image_num_patches": torch.tensor([size // per_tile for size in sizes]),
+            "image_token_id": torch.tensor(self.config.image_token_id),
+        }

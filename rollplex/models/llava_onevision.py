@@ -1,0 +1,98 @@
+"""LLaVA-OneVision (arXiv 2408.03326): a picture alone in its prompt is seen whole and cut into tiles by its shape
+("anyres"), several pictures are seen whole only, and a video is its frames, pooled. A learned vector ends each row of
+tiles, each picture and each video.
+
+Shape legend: I vision tokens, H hidden size, C channels, S side of a tile in pixels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from rollplex.data.records import Prompt
+from rollplex.models.scattered import ScatteredVision
+from rollplex.models.split_model import Kind, Part
+from rollplex.models.support import Support
+
+
+class LlavaOnevision(ScatteredVision):
+    model_type = "llava_onevision"
+    support = Support(shared_vision=("image",), tensor_parallel=False)
+    media_names: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "image": ("pixel_values", "image_sizes", "batch_num_images"), "video": ("pixel_values_videos",),
+    }  # fmt: skip
+
+    def part(self, name: Part) -> list[nn.Module]:
+        model = self.hf.model
+        return {
+            "vision_tower": [model.vision_tower],
+            "projector": [model.multi_modal_projector],
+            "language_model": [model.language_model, self.hf.lm_head],
+        }[name]
+
+    def part_parameters(self, name: Part) -> list[nn.Parameter]:
+        own = [self.hf.model.image_newline] if name == "projector" else []
+        return super().part_parameters(name) + own
+
+    @property
+    def banned_token_ids(self) -> tuple[int, ...]:
+        return (self.config.image_token_id, self.config.video_token_id)
+
+    @property
+    def _side(self) -> int:
+        """Patches along each side of a tile."""
+        return self.config.vision_config.image_size // self.config.vision_config.patch_size
+
+    def item_tokens(self, prompt: Prompt, kind: Kind) -> list[int]:
+        media = prompt.media
+        if kind == "video":
+            frames = [len(video) for video in media.get("pixel_values_videos", ())]
+            return [n * math.ceil(self._side / 2) ** 2 + 1 for n in frames]
+        if "pixel_values" not in media:
+            return []
+        # transformers' own packing, of features that are one number wide
+        tokens = self._side**2
+        tiles = [torch.empty(len(p), tokens, 1) for p in self._tiles(prompt)]
+        aspect = self.config.vision_aspect_ratio
+        _, sizes = self.hf.model.pack_image_features(
+            tiles, media["image_sizes"], image_newline=torch.empty(1), vision_aspect_ratio=aspect
+        )
+        return sizes.tolist()
+
+    def _tiles(self, prompt: Prompt) -> list[Tensor]:
+        """(tiles, C, S, S) of each picture, without the padding to the one with most."""
+        from transformers.models.llava_onevision.modeling_llava_onevision import image_size_to_num_patches
+
+        media, vision = prompt.media, self.config.vision_config
+        alone = [n == 1 for n in media["batch_num_images"].tolist() for _ in range(n)]
+        counts = [
+            image_size_to_num_patches(size, self.config.image_grid_pinpoints, vision.image_size) if one else 1
+            for size, one in zip(media["image_sizes"].tolist(), alone, strict=True)
+        ]
+        return [tiles[:n] for tiles, n in zip(media["pixel_values"], counts, strict=True)]
+
+    def vision_embeddings(self, prompts: Sequence[Prompt]) -> dict[str, Tensor]:
+        model, found = self.hf.model, {}
+        seen = [p for p in prompts if "pixel_values" in p.media]
+        if seen:
+            sizes, numbers = (torch.cat([p.media[name] for p in seen]) for name in ("image_sizes", "batch_num_images"))
+            tiles = torch.cat([t for p in seen for t in self._tiles(p)]).to(self.device)
+            out = model.get_image_features(tiles, sizes, batch_num_images=numbers.tolist())
+            found["image_embeds"] = torch.cat(out.pooler_output)
+        moving = [p.media["pixel_values_videos"].to(self.device) for p in prompts if "pixel_values_videos" in p.media]
+        if moving:
+            parts = [model.get_video_features(videos).pooler_output.flatten(0, 1) for videos in moving]
+            found["video_embeds"] = torch.cat(parts)
+        return found
+
+    def engine_media(self, prompt: Prompt, features: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        if features is not None:
+            return {"image_embeds": features["image_embeds"].split(self.item_tokens(prompt, "image"))}  # type: ignore[dict-item]
+        media = super().engine_media(prompt)
+        media.pop("batch_num_images", None)
+        return media
