@@ -81,7 +81,9 @@ class PhaseOffload(PhaseCallback):
         for name in LIFETIMES:
             if name not in (*PERMANENT, REFERENCE, KV_POOL, ACTIVATIONS):
                 self._wants(name, refusals.get(name, "later phases of the step read it on the device"))
-        if self._wants(REFERENCE, None if colocation.reference else "beta=0 holds no reference model"):
+        if self._wants(
+            REFERENCE, None if colocation.reference else "there is none with weights of its own (beta=0, or lora)"
+        ):
             self._reference = colocation.reference
         if self._wants(ACTIVATIONS, None) and not actor.prefix_on_host:
             self._undo.append(lambda: setattr(actor, "prefix_on_host", False))

@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 from rollplex.grpo.advantages import ScaleRewards
 from rollplex.grpo.importance import ImportanceMode
+from rollplex.models.lora import check_lora
 
 
 def check_settings(h: Mapping[str, Any]) -> None:
@@ -78,6 +79,8 @@ def check_settings(h: Mapping[str, Any]) -> None:
         raise ValueError(
             f"freeze={h['freeze']} takes vision_tower, projector, language_model; stop={h['stop']!r} a list of strings"
         )
+    if h["lora"] is not None:
+        check_lora(h["lora"])
     if set(h["freeze"] or ()) == {"vision_tower", "projector", "language_model"}:
         raise ValueError("freeze names all parts, so nothing would be trained; leave at least one out")
     _warn_off_policy(h)
@@ -106,7 +109,7 @@ def check_batches(h: Mapping[str, Any], data: Any) -> None:
 
 KEPT_ON_RESUME = (
     "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "lr_scheduler_type", "warmup_steps", "lr_decay_steps",
-    "freeze", "dtype",
+    "freeze", "lora", "dtype",
 )  # fmt: skip
 """Settings that live on in the checkpoint's optimizer and schedule: a changed one would be ignored."""
 

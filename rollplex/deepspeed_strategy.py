@@ -157,6 +157,11 @@ class RollplexDeepSpeedStrategy(WithTensorParallel, WithStateOffload, DeepSpeedS
         check_trainer(trainer, self.precision_plugin.precision, self.colocation, split_engine=True)
         module: Any = self.lightning_module
         check_module(module, self.strategy_name)
+        if module.hparams["lora"] is not None:
+            raise ValueError(
+                f"lora with strategy={self.strategy_name} is not supported: adapters have few states to shard, and the "
+                "reference is the policy's own frozen weights; use rollplex_ddp"
+            )
         self.precision_plugin = _Precision("32-true")
         everyone = self._connect(module)
         check_same_model(module, everyone)

@@ -12,11 +12,17 @@ from typing import Any
 import torch
 
 from rollplex.deepspeed_checkpoints import client_state, whole_state_dict
+from rollplex.models.lora import add_adapters, config_of, is_adapter, lora_config, save_adapter
 from rollplex.models.registry import load_hf, load_processor
+from rollplex.models.twin import merged_model
+
+ADAPTER_FOLDER = "adapter"
+"""Beside the merged weights of a model with adapters: the adapters alone, as peft reads them."""
 
 
 def export(policy: Any, processor: Any, out_dir: str | Path, *, overwrite: bool = False) -> Path:
-    """Write weights (safetensors, in their own dtype), config, generation config, processor and chat template.
+    """Write weights (safetensors, in their own dtype), config, generation config, processor and chat template. Adapters
+    are merged, and also written alone to `ADAPTER_FOLDER`.
 
     The folder appears in one rename, complete. A folder with other content is never replaced; an earlier export
     (config.json and weights) only with `overwrite`. Raises FileExistsError.
@@ -31,7 +37,11 @@ def export(policy: Any, processor: Any, out_dir: str | Path, *, overwrite: bool 
     work = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
         work.chmod(0o755)
-        policy.save_pretrained(work)
+        if config_of(policy) is None:
+            policy.save_pretrained(work)
+        else:
+            merged_model(policy).save_pretrained(work)
+            save_adapter(policy, work / ADAPTER_FOLDER)
         processor.save_pretrained(work)
         _check_config(work)
         aside = None
@@ -65,9 +75,16 @@ def export_checkpoint(
     settings = checkpoint["hyper_parameters"]
     folder = model or settings["model"]
     policy = load_hf(folder, settings["dtype"])
+    if settings.get("lora") is not None:
+        add_adapters(policy, lora_config(settings["lora"]), seed=settings["seed"])
+        own = {name for name, _ in policy.named_parameters() if is_adapter(name)}
+    else:
+        own = set(policy.state_dict())
     prefix = "policy."
     state = {name.removeprefix(prefix): t for name, t in checkpoint["state_dict"].items() if name.startswith(prefix)}
-    policy.load_state_dict(state)
+    if own - set(state):
+        raise ValueError(f"the checkpoint lacks {', '.join(sorted(own - set(state))[:5])} of model={folder!r}")
+    policy.load_state_dict(policy.state_dict() | state)
     return export(policy, load_processor(folder), out_dir, overwrite=overwrite)
 
 

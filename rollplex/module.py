@@ -5,7 +5,6 @@ Users rarely subclass this; a new task is a `VLMTask`.
 
 from __future__ import annotations
 
-import copy
 import time
 from functools import partial
 from typing import Any, Literal
@@ -21,8 +20,9 @@ from rollplex.grpo.advantages import ScaleRewards
 from rollplex.grpo.importance import ImportanceMode
 from rollplex.grpo.losses import ImportanceLevel, KLEstimator, LossSettings, LossType
 from rollplex.metrics import admission_metrics, check_names, merge, step_tallies, tallies, time_metrics, values
-from rollplex.models.registry import load_hf, load_processor, split
-from rollplex.models.split_model import PASS_SETTINGS, Part, SplitModel
+from rollplex.models.policy import add_base_weights, keep_adapters_alone, make_models, place_reference
+from rollplex.models.registry import load_processor
+from rollplex.models.split_model import Part, SplitModel
 from rollplex.optim import make_optimizer
 from rollplex.rank_step import LockstepStep, RankStep, Share, agree_on_share
 from rollplex.ranks import Ranks
@@ -77,6 +77,7 @@ class GRPOModule(WithRandomStates, WithEvaluation, LightningModule):
         lr_decay_steps: Optimizer steps after which "linear" and "cosine" reach 0.
         max_grad_norm: Gradient norm is clipped to this; None is off.
         freeze: Parts that are not trained.
+        lora: Train adapters alone: settings of peft's LoraConfig (r, lora_alpha, target_modules, ...). None trains all.
         dtype: Of the parameters.
         prefix_checkpointing: Recompute prefix activations in backward.
         suffix_checkpointing: Recompute suffix activations in backward.
@@ -126,6 +127,7 @@ class GRPOModule(WithRandomStates, WithEvaluation, LightningModule):
         lr_decay_steps: int | None = None,
         max_grad_norm: float | None = 1.0,
         freeze: list[Part] | None = None,
+        lora: dict[str, Any] | None = None,
         dtype: Literal["float32", "bfloat16"] = "float32",
         prefix_checkpointing: bool = False,
         suffix_checkpointing: bool = False,
@@ -172,17 +174,14 @@ class GRPOModule(WithRandomStates, WithEvaluation, LightningModule):
         if self.policy is not None:
             return
         h = self.hparams
-        self.policy = load_hf(h["model"], h["dtype"])
-        self.actor = split(self.policy, **{k: h[k] for k in PASS_SETTINGS})
-        self.actor.freeze(h["freeze"] or [])
-        if h["beta"] > 0:
-            self.reference = split(copy.deepcopy(self.policy).requires_grad_(False).eval())
+        self.actor, self.reference = make_models(h)
+        self.policy = self.actor.hf
         self._reference_print = [float(p.detach().double().sum()) for p in self.policy.parameters()]
 
     def place(self, device: torch.device) -> None:
         """Called by the strategy: the reference is no submodule, so that it stays out of checkpoints."""
         if self.reference is not None:
-            self.reference.hf.to(device)
+            place_reference(self.reference, self.actor, device)
 
     def setup(self, stage: str) -> None:
         task = getattr(getattr(self.trainer, "datamodule", None), "task", None)
@@ -331,12 +330,14 @@ class GRPOModule(WithRandomStates, WithEvaluation, LightningModule):
             "settings": {name: self.hparams[name] for name in KEPT_ON_RESUME},
             "random": self.ranks.gather(self.random_states.state_dict()),
         }
+        keep_adapters_alone(checkpoint, self.actor)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         state = checkpoint.get("rollplex")
         if state is None:
             raise ValueError("this checkpoint was not written by Rollplex; start from a model folder instead")
         check_resume(state.get("settings", {}), self)
+        add_base_weights(checkpoint, self.actor)
         self.rollouts_done = state["rollouts_done"]
         self.actor.version = state["weights_version"]
         random = state["random"]

@@ -38,7 +38,7 @@ FREE_GB = {"core": 3, "test": 6}
 
 IMPORTS = {
     "core": ["torch", "torchvision", "transformers", "lightning", "rollplex", "rollplex.callbacks"],
-    "test": ["pytest", "datasets", "deepspeed", "math_verify", "vllm"],
+    "test": ["pytest", "datasets", "deepspeed", "math_verify", "peft", "vllm"],
 }
 FIND_MODULES = """
 import importlib.util, sys, torch, rollplex.callbacks

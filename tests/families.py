@@ -19,7 +19,7 @@ NAMES = list(FAMILIES)
 SMALL = dict(
     hidden_size=64, heads=2, kv_heads=1, intermediate_size=96, vision_hidden=64, vision_heads=2, vision_intermediate=128
 )
-PARITY = dict(init_std=0.1, seed=1, tie_word_embeddings=False, **SMALL)
+PARITY = dict(init_std=0.1, seed=1, layers=3, tie_word_embeddings=False, **SMALL)
 
 
 def image(width: int, height: int, seed: int = 0) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def video(frames: int, fps: float) -> dict[str, Any]:
 ROWS: dict[str, list[dict[str, Any]]] = {
     "text": [],
     "picture": [image(56, 84)],
-    "four tiles": [image(112, 112, 3)],
+    "large picture": [image(224, 224, 3)],
     "two pictures": [image(56, 84, 1), image(140, 56, 2)],
     "video": [video(6, 0.5)],
     "video and picture": [image(56, 56, 4), video(6, 2.0)],

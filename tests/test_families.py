@@ -6,6 +6,7 @@ The plain twin is transformers' own forward over each full sequence alone; bars 
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -24,7 +25,7 @@ from rollplex.data.encode import BadRow
 from rollplex.data.records import Request, SamplingParams
 from rollplex.engines import TorchEngine
 from rollplex.export import export
-from rollplex.models.registry import FAMILIES, REFUSED, family_of, split
+from rollplex.models.registry import FAMILIES, REFUSED, family_of, family_table, split
 from rollplex.models.tiny import build_tiny, build_tiny_in_memory
 from rollplex.planner.models import model_shape
 
@@ -86,7 +87,7 @@ def test_split_equals_full_sequences(family, whole, options):
         else:
             assert relative_error(grads[name], want) <= BAR, (name, relative_error(grads[name], want))
             checked += 1
-    assert checked > 20 and checked >= len(grads) - 8
+    assert checked > 20 and checked >= len(grads) - 6
 
 
 def test_checkpointing_and_vision_cut_change_no_bit(family):
@@ -122,6 +123,19 @@ def test_frozen_parts_get_no_gradient_and_the_others_all(family, frozen):
     named = dict(actor.hf.named_parameters())
     assert all(grads[name] is None for name, p in named.items() if id(p) in off)
     assert any(grads[name] is not None for name, p in named.items() if id(p) not in off)
+
+
+def test_passes_that_make_the_same_calls_on_every_rank(family):
+    """A tower that a prompt does not need sees a blank picture (ZeRO-3); the other families say that they have none."""
+    actor = fresh(family.model)
+    media = frozenset({"pixel_values", "pixel_values_videos"})
+    if not actor.support.zero3:
+        with pytest.raises(ValueError, match=r"ZeRO-3.*use ZeRO-2"):
+            actor.prefix(family.prompts[:1], grad=False, media=media)
+        return
+    for prompt in family.prompts:
+        a, b = actor.prefix([prompt], grad=False), actor.prefix([prompt], grad=False, media=media)
+        assert all((x - y).abs().max() <= BAR for x, y in zip(a.live, b.live, strict=True))
 
 
 # ---- prompts ---------------------------------------------------------------------------------------------------------
@@ -225,6 +239,14 @@ def test_an_export_loads_with_plain_transformers_and_is_planned(family, tmp_path
     parts = {part: sum(p.numel() for p in actor.part_parameters(part)) for part in ("projector", "language_model")}
     assert (shape.projector_params, shape.language_params) == (parts["projector"], parts["language_model"])
     assert shape.vision is not None
+
+
+def test_the_table_in_the_docs_is_the_registrys():
+    text = (Path(__file__).parent.parent / "docs" / "families.md").read_text()
+    assert family_table() in text
+    assert all(
+        any(line.startswith("| ") and name in line.split(" | ")[0] for line in text.splitlines()) for name in REFUSED
+    )
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------

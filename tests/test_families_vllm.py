@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 
 import pytest
 import torch
 from engine_helpers import requests_for, run, started, trainer_logps
-from families import NAMES, PARITY, ROWS, encoded, fresh
+from families import NAMES, PARITY, encoded, fresh
 
 from rollplex.data.records import SamplingParams
 from rollplex.engines import EngineContext, VLLMEngine
 from rollplex.engines.vllm_sharing import SharedWeights
+from rollplex.models import lora
+from rollplex.models.registry import split
 from rollplex.models.tiny import build_tiny_in_memory
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]  # a start takes 10 to 20 s; Qwen2.5-VL's is in test_vllm_engine.py
@@ -36,17 +39,16 @@ def test_vllm_equals_the_embedded_engine_and_the_trainer(family, way):
     engine = VLLMEngine(**SETTINGS, vision=options.get("vision", "engine"))
     if options.get("shared"):
         engine.bind(SharedWeights())
+    if engine.takes_vision and not actor.support.shared_vision:
+        with pytest.raises(ValueError, match=r"vision=shared is not possible.*vision: engine"):
+            engine.start(EngineContext(model=actor, processor=processor, device=CPU))
+        return
     engine.start(EngineContext(model=actor, processor=processor, device=CPU))
-    names = list(ROWS)
     try:
         if options.get("vision") == "shared":
             own = engine._engine.model_executor.driver_worker.worker.model_runner.model
-            assert not any(n.startswith(("visual.", "vision_tower.")) for n, _ in own.named_parameters())
-            for kind in {"image", "video"} - set(actor.support.shared_vision):
-                refused = [p for name, p in zip(names, prompts, strict=True) if kind in name]
-                with pytest.raises(ValueError, match=f"no features of a {kind}.*vision: engine"):
-                    engine.submit(requests_for(refused, SamplingParams(max_tokens=4)))
-                prompts = [p for name, p in zip(names, prompts, strict=True) if kind not in name]
+            tower = any(n.startswith(("visual.", "vision_tower.")) for n, _ in own.named_parameters())
+            assert tower != actor.support.towerless
         check(actor, processor, engine, prompts)
         before = [p.detach().clone() for p in actor.hf.parameters()]
         generator = torch.Generator().manual_seed(5)
@@ -64,6 +66,45 @@ def test_vllm_equals_the_embedded_engine_and_the_trainer(family, way):
     finally:
         engine.abort()
         engine.close()
+
+
+@pytest.mark.parametrize(
+    ("family", "change"),
+    [("llava_onevision", {"vision_aspect_ratio": "anyres_max_3"}), ("internvl", {"vision_feature_layer": -2})],
+)
+def test_configs_that_vllm_reads_otherwise_are_refused(family, change):
+    model, processor = build_tiny_in_memory(family=family, **PARITY)
+    for name, value in change.items():
+        setattr(model.config, name, value)
+    with pytest.raises(ValueError, match=f"does not compute what the config.*{next(iter(change))}.*use TorchEngine"):
+        VLLMEngine(**SETTINGS).start(EngineContext(model=fresh(model), processor=processor, device=CPU))
+
+
+def test_vllm_with_adapters(family):
+    """LoRA: merged for vLLM, copied or in place, before and after an update; storage of its own for adapted layers alone."""
+    plain, processor, prompts = family
+    model = copy.deepcopy(plain.hf)
+    lora.add_adapters(model, lora.lora_config({"r": 4, "init_lora_weights": False}), seed=3)
+    actor = split(model)
+    adapted = sum(layer.base_layer.weight.nbytes for _, layer in lora.adapted(model))
+    for shared in (False, True):
+        engine = VLLMEngine(**SETTINGS)
+        if shared:
+            engine.bind(SharedWeights())
+        engine.start(EngineContext(model=actor, processor=processor, device=CPU))
+        try:
+            if shared:
+                assert engine.copied_bytes == adapted == engine.state_bytes()["engine_weights"]
+            check(actor, processor, engine, prompts)
+            with torch.no_grad():
+                for name, p in actor.hf.named_parameters():
+                    if lora.is_adapter(name):
+                        p.mul_(1.5)
+            engine.publish(1)
+            check(actor, processor, engine, prompts)
+        finally:
+            engine.abort()
+            engine.close()
 
 
 def check(actor, processor, engine, prompts) -> None:

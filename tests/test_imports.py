@@ -67,11 +67,12 @@ HOMES = {
     "vllm": {
         f"rollplex/engines/vllm_{part}.py" for part in ("engine", "inputs", "patches", "sharing", "split", "weights")
     },
+    "peft": {"rollplex/models/lora.py"},
     "deepspeed": {
         f"rollplex/deepspeed_{part}.py" for part in ("checkpoints", "offload", "strategy", "tensor_parallel")
     },
 }
-LAZY_HOMES = HOMES["vllm"] | HOMES["deepspeed"]
+LAZY_HOMES = HOMES["vllm"] | HOMES["deepspeed"] | HOMES["peft"]
 """They import their package inside functions only."""
 
 

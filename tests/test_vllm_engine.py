@@ -672,8 +672,8 @@ def test_share_02_weights_that_moved_are_found_before_the_rollout(actor, tiny_pr
 
 def test_share_03_what_does_not_fit_is_refused(actor, tiny_processor):
     def with_one(change):
-        def views(model, source):
-            found = whole_views(model, source)
+        def views(model, source, own):
+            found = whole_views(model, source, own)
             change(found)
             return found
 

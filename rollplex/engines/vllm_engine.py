@@ -123,6 +123,7 @@ class VLLMEngine(HeldStates, RolloutEngine):
         vllm_patches.check_version()
         if context.shards is None:
             vllm_patches.check_processes(self.tensor_parallel_size)
+        vllm_inputs.check_support(context.model, self.takes_vision, self.tensor_parallel_size)
         vllm_patches.set_environment()
         self._tokenizer = getattr(context.processor, "tokenizer", context.processor)
         self._model: SplitModel = context.model
@@ -199,7 +200,8 @@ class VLLMEngine(HeldStates, RolloutEngine):
     def _more_arguments(self) -> dict[str, Any]:
         out: dict[str, Any] = {}
         if self.takes_vision:
-            out |= {"enable_mm_embeds": True, "limit_mm_per_prompt": NO_TOWER}
+            blind = {"limit_mm_per_prompt": NO_TOWER} if self._model.support.towerless else {}
+            out |= {"enable_mm_embeds": True} | blind
         if self.tensor_parallel_size > 1:
             out["tensor_parallel_size"] = self.tensor_parallel_size
         if self.tensor_parallel_size > 1 or not (self._owns_distributed or torch.distributed.get_world_size() == 1):

@@ -33,6 +33,25 @@ def check_temperature(params: SamplingParams) -> None:
         )
 
 
+def check_support(source: SplitModel, shared_vision: bool, tensor_parallel_size: int) -> None:
+    """Raises ValueError for what vLLM has no way to do with the family."""
+    if source.engine_refusal is not None:
+        raise ValueError(
+            f"vLLM does not compute what the config of model_type={source.model_type!r} says: {source.engine_refusal}; "
+            "use TorchEngine"
+        )
+    if shared_vision and not source.support.shared_vision:
+        raise ValueError(
+            f"vision=shared is not possible with model_type={source.model_type!r}: vLLM's model of it takes features "
+            "of equal length alone, and pictures differ. Set vision: engine"
+        )
+    if tensor_parallel_size > 1 and not source.support.tensor_parallel:
+        raise ValueError(
+            f"tensor_parallel_size={tensor_parallel_size} needs a layout table for model_type={source.model_type!r} "
+            "(rollplex.weights.families), and there is none; set it to 1"
+        )
+
+
 def sampling_params(params: SamplingParams, seed: int, always_banned: Iterable[int]) -> Any:
     """vLLM's parameters of one response.
 
@@ -115,12 +134,6 @@ class PromptConverter:
         source = self._source
         if self._tower is None:
             return source.engine_media(prompt)
-        for kind, code in MODALITIES:
-            if kind not in source.support.shared_vision and bool((prompt.mm_token_type_ids == code).any()):
-                raise ValueError(
-                    f"row {prompt.sample.id!r}: vLLM takes no features of a {kind} for {source.model_type}: set "
-                    "vision: engine"
-                )
         if features is None:
             if not self._tower.shares_storage_with(self._source):
                 self._tower.bind(self._source)

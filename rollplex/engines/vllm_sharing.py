@@ -2,6 +2,7 @@
 
 A parameter of vLLM's that is one tensor of the trainer's (or a view of one) is bound to it. One that vLLM fuses from
 several (query, key and value; gate and up) becomes as many matrix products, over the trainer's tensors in place.
+Adapters (LoRA) are merged: an adapted weight, and no other, has storage of its own, filled again after each update.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rollplex.engines.vllm_weights import wanted
+from rollplex.engines.vllm_weights import engine_name, wanted
+from rollplex.models.lora import MergedWeights, is_adapter, plain_name
 from rollplex.models.split_model import SplitModel
 
 Views = Mapping[str, tuple[Tensor, ...]]
@@ -23,13 +25,19 @@ PREFIXES = {
     "language_model.model.": "model.language_model.",
     "language_model.lm_head.": "lm_head.",
     "visual.": "model.visual.",
+    "vision_tower.": "model.vision_tower.",
+    "multi_modal_projector.": "model.multi_modal_projector.",
+    "image_newline": "model.image_newline",
 }
-"""vLLM's names -> transformers', for the Qwen-VL families."""
+"""vLLM's names -> transformers'."""
 
 
-def whole_views(model: nn.Module, source: SplitModel) -> dict[str, tuple[Tensor, ...]]:
-    """For an engine that is not split over devices: every parameter is one or more whole tensors of the trainer's."""
-    tensors = {name: p.detach() for name, p in source.hf.named_parameters(remove_duplicate=False)}
+def whole_views(model: nn.Module, source: SplitModel, own: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, ...]]:
+    """For an engine that is not split over devices: every parameter is one or more whole tensors of the trainer's or of
+    `own`, by transformers' names."""
+    everything = source.hf.named_parameters(remove_duplicate=False)
+    tensors = {plain_name(name): p.detach() for name, p in everything if not is_adapter(name)} | dict(own)
+    tensors = {engine_name(name, source): t for name, t in tensors.items()}
     found = {}
     for name, _ in model.named_parameters():
         sources = _sources(name)
@@ -47,6 +55,8 @@ def _sources(name: str) -> list[str]:
             name = theirs + name.removeprefix(ours)
             break
     owner, _, kind = name.rpartition(".")
+    if kind not in ("weight", "bias"):
+        return [name]
     parent, dot, module = owner.rpartition(".")
     return [f"{parent}{dot}{part}.{kind}" for part in FUSED.get(module, (module,))]
 
@@ -54,29 +64,32 @@ def _sources(name: str) -> list[str]:
 class SharedWeights:
     """A `WeightBinding` (see vllm_weights) that copies nothing."""
 
-    def __init__(self, views: Callable[[nn.Module, SplitModel], Views] = whole_views) -> None:
-        """views: what each parameter is made of, from vLLM's model and the trainer's."""
+    def __init__(self, views: Callable[[nn.Module, SplitModel, Mapping[str, Tensor]], Views] = whole_views) -> None:
+        """views: what each parameter is made of, from vLLM's model, the trainer's and the merged weights."""
         self._views_of = views
 
     def place(self, model: nn.Module, source: SplitModel) -> int:
         self._model, self._source = model, source
-        self._views = self._views_of(model, source)
+        self._merged = MergedWeights(source.hf)
+        self._views = self._views_of(model, source, self._merged.tensors)
         used = {v.untyped_storage().data_ptr() for views in self._views.values() for v in views}
-        unused = [n for n, p in wanted(model, source) if p.untyped_storage().data_ptr() not in used]
+        needless = (*source.unread, *self._merged.tensors)
+        places = ((n, p.untyped_storage().data_ptr()) for n, p in wanted(model, source) if not n.startswith(needless))
+        unused = [n for n, place in places if place not in used]
         if unused:
             raise ValueError(f"weights cannot be shared: vLLM's model has no place for {', '.join(unused)}")
         modules = dict(model.named_modules())
         for name, parameter in model.named_parameters():
             _check_shape(name, parameter, self._views[name], modules[name.rpartition(".")[0]])
         bind(model, self._views)
-        return 0
+        return self._merged.nbytes
 
     def refresh(self) -> int:
-        return 0  # the optimizer wrote where the engine reads
+        return self._merged.refresh()  # elsewhere the optimizer wrote where the engine reads
 
     def verify(self) -> None:
         """Every address is still the trainer's, and the engine's."""
-        check_shared(self._model, self._views, self._views_of(self._model, self._source))
+        check_shared(self._model, self._views, self._views_of(self._model, self._source, self._merged.tensors))
 
 
 def bind(model: nn.Module, shared: Views, columns: Mapping[str, tuple[int, ...]] | None = None) -> None:

@@ -35,6 +35,8 @@ class SplitWeights:
     def place(self, model: nn.Module, source: SplitModel) -> int:
         from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
+        if source.lora is not None:
+            raise ValueError("lora with tensor_parallel_size above 1 is not supported: set tensor_parallel_size to 1")
         self._model, self._source = model, source
         shards, tp = source.shards, get_tensor_model_parallel_world_size()
         self.rank = get_tensor_model_parallel_rank() if shards is None else shards.gpu

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from rollplex.models import lora
 from rollplex.models.split_model import SplitModel
 
 LOAD_FORMAT = "rollplex"
@@ -35,11 +36,21 @@ class WeightBinding(Protocol):
         """Raises when the engine no longer computes with the source's weights. Called before each rollout."""
 
 
-def wanted(model: nn.Module, source: SplitModel) -> list[tuple[str, nn.Parameter]]:
-    """The trainer's parameters, tied ones once; without the vision tower where vLLM's model has none."""
+def wanted(model: nn.Module, source: SplitModel) -> Iterator[tuple[str, Tensor]]:
+    """The trainer's weights, tied ones once; without the vision tower where vLLM's model has none. Adapters are merged,
+    one layer at a time."""
     blind = not any(name.startswith(TOWERS) for name, _ in model.named_parameters())
     vision = {id(p) for p in source.vision_parameters}
-    return [(name, p) for name, p in source.hf.named_parameters() if not (blind and id(p) in vision)]
+    hidden = {lora.plain_name(n) for n, p in source.hf.named_parameters() if blind and id(p) in vision}
+    return ((name, t) for name, t in lora.whole_weights(source.hf) if name not in hidden)
+
+
+def engine_name(name: str, source: SplitModel) -> str:
+    """The name by which vLLM's model knows a weight of a checkpoint."""
+    for ours, theirs in source.engine_names.items():
+        if name.startswith(ours):
+            return theirs + name.removeprefix(ours)
+    return name
 
 
 def own_tensors(model: nn.Module, source: SplitModel, buffers: Sequence[Tensor] = ()) -> tuple[list[Tensor], int]:
@@ -78,11 +89,11 @@ class CopiedWeights:
         def tensors() -> Iterator[tuple[str, Tensor]]:
             nonlocal copied
             # Whole tensors of a split trainer are gathered one by one, on all its ranks in this order.
-            for name, parameter in wanted(self._model, self._source):
+            for name, tensor in wanted(self._model, self._source):
                 shards = self._source.shards
-                whole = parameter.detach() if shards is None else shards.whole(name, parameter)
+                whole = tensor if shards is None else shards.whole(name, tensor)
                 copied += whole.nbytes
-                yield name, whole
+                yield engine_name(name, self._source), whole
 
         with torch.no_grad():
             filled = self._model.load_weights(tensors())

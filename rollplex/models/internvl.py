@@ -21,7 +21,7 @@ from rollplex.models.support import Support
 
 class InternVL(ScatteredVision):
     model_type = "internvl"
-    support = Support(video="as pictures", tensor_parallel=False)
+    support = Support(video="as pictures", shared_vision=False, tensor_parallel=False)
     media_names: ClassVar[Mapping[str, tuple[str, ...]]] = {"image": ("pixel_values",)}
 
     def part(self, name: Part) -> list[nn.Module]:
@@ -36,6 +36,13 @@ class InternVL(ScatteredVision):
     def banned_token_ids(self) -> tuple[int, ...]:
         return (self.config.image_token_id,)
 
+    @property
+    def engine_refusal(self) -> str | None:
+        layer, strategy = self.config.vision_feature_layer, self.config.vision_feature_select_strategy
+        if (layer, strategy) == (-1, "default"):
+            return None
+        return f"vision_feature_layer={layer}, vision_feature_select_strategy={strategy!r} (it takes -1 and default)"
+
     def item_tokens(self, prompt: Prompt, kind: Kind) -> list[int]:
         # The end token of a picture stands between two of them, so each is one run of placeholders.
         return runs(prompt.mm_token_type_ids == 1) if kind == "image" else []
@@ -48,9 +55,8 @@ class InternVL(ScatteredVision):
         return {"image_embeds": found.flatten(0, 1)}
 
     def engine_media(self, prompt: Prompt, features: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        assert features is None, "vLLM's model takes features of equal length alone, and pictures differ"
         sizes = self.item_tokens(prompt, "image")
-        if features is not None:
-            return {"image_embeds": features["image_embeds"].split(sizes)}  # type: ignore[dict-item]
         per_tile = self.config.image_seq_length
         return {
             "pixel_values": prompt.media["pixel_values"].cpu(),

@@ -22,10 +22,13 @@ from rollplex.models.support import Support
 
 class LlavaOnevision(ScatteredVision):
     model_type = "llava_onevision"
-    support = Support(shared_vision=("image",), tensor_parallel=False)
+    support = Support(shared_vision=False, tensor_parallel=False)
     media_names: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "image": ("pixel_values", "image_sizes", "batch_num_images"), "video": ("pixel_values_videos",),
     }  # fmt: skip
+
+    unread = ("model.vision_tower.post_layernorm.",)
+    engine_names: ClassVar[Mapping[str, str]] = {"model.vision_tower.": "model.vision_tower.vision_model."}
 
     def part(self, name: Part) -> list[nn.Module]:
         model = self.hf.model
@@ -42,6 +45,11 @@ class LlavaOnevision(ScatteredVision):
     @property
     def banned_token_ids(self) -> tuple[int, ...]:
         return (self.config.image_token_id, self.config.video_token_id)
+
+    @property
+    def engine_refusal(self) -> str | None:
+        aspect = self.config.vision_aspect_ratio
+        return None if aspect == "anyres_max_9" else f"vision_aspect_ratio={aspect!r} (it takes anyres_max_9)"
 
     @property
     def _side(self) -> int:
@@ -91,8 +99,7 @@ class LlavaOnevision(ScatteredVision):
         return found
 
     def engine_media(self, prompt: Prompt, features: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        if features is not None:
-            return {"image_embeds": features["image_embeds"].split(self.item_tokens(prompt, "image"))}  # type: ignore[dict-item]
+        assert features is None, "vLLM's model takes features of equal length alone, and pictures differ"
         media = super().engine_media(prompt)
         media.pop("batch_num_images", None)
         return media

@@ -25,7 +25,7 @@ from rollplex.models.vision import TYPE_IDS
 
 class Qwen3VL(Qwen2_5VL):
     model_type = "qwen3_vl"
-    support = Support()
+    support = Support(towerless=False)
 
     def part(self, name: Part) -> list[nn.Module]:
         visual = self.hf.model.visual

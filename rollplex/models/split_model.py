@@ -10,7 +10,6 @@ Shape legend: B prompts of a bundle, P prompt tokens, G responses per prompt, N 
 
 from __future__ import annotations
 
-import copy
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from rollplex.data.records import Prompt
+from rollplex.models import lora
 from rollplex.models.attention import ATTENTION_NAME, STATE_KEYWORD
 from rollplex.models.checkpointing import Checkpointing
 from rollplex.models.head import PolicyHead
@@ -28,7 +28,7 @@ from rollplex.models.logprobs import linear_logps
 from rollplex.models.prefix import PrefixState, ReadPrefix, RecordPrefix
 from rollplex.models.saved import SavedActivations
 from rollplex.models.support import Support, refuse_unsplittable
-from rollplex.models.twin import point_at
+from rollplex.models.twin import empty_tree, point_at, same_storage
 from rollplex.models.vision import VisionState, feature_tokens
 
 if TYPE_CHECKING:
@@ -63,6 +63,10 @@ class SplitModel(ABC):
         "image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_videos", "video_grid_thw"),
     }  # fmt: skip
     """Of `Prompt.media`: the tensors that must come with tokens of a kind."""
+    unread: ClassVar[tuple[str, ...]] = ()
+    """How names of parameters begin that no pass reads, and that an engine may lack."""
+    engine_names: ClassVar[Mapping[str, str]] = {}
+    """Beginnings of names that vLLM knows otherwise than transformers' module tree: as in published checkpoints."""
 
     def __init__(
         self,
@@ -75,6 +79,8 @@ class SplitModel(ABC):
     ) -> None:
         self.hf = hf
         self.config: Any = hf.config
+        self.lora = lora.config_of(hf)
+        """peft's LoraConfig where the model has adapters."""
         self.share_kv = share_kv
         self.prefix_checkpointing = prefix_checkpointing
         self.suffix_checkpointing = suffix_checkpointing
@@ -142,6 +148,11 @@ class SplitModel(ABC):
         return {name: t for name, t in media.items() if not name.startswith("pixel_values")} | dict(features)
 
     @property
+    def engine_refusal(self) -> str | None:
+        """What of the config vLLM's model of the family does not read, and computes otherwise."""
+        return None
+
+    @property
     @abstractmethod
     def banned_token_ids(self) -> tuple[int, ...]:
         """Tokens that stand for vision input; they are outside the policy's support."""
@@ -186,10 +197,11 @@ class SplitModel(ABC):
         return positions_3P
 
     def freeze(self, parts: Sequence[Part]) -> None:
-        """Turn gradients off for whole parts, on for the others."""
+        """Turn gradients off for whole parts, on for the others: for all of them, or for their adapters."""
+        trained = {id(p) for n, p in self.hf.named_parameters() if self.lora is None or lora.is_adapter(n)}
         for name in ("vision_tower", "projector", "language_model"):
             for parameter in self.part_parameters(name):
-                parameter.requires_grad_(name not in parts)
+                parameter.requires_grad_(name not in parts and id(parameter) in trained)
 
     @property
     def vision_parameters(self) -> list[nn.Parameter]:
@@ -318,15 +330,16 @@ class SplitModel(ABC):
         """
         return self.twin(lambda parameter: parameter.detach())
 
-    def twin(self, tensor_of: Callable[[nn.Parameter], Tensor]) -> SplitModel:
+    def without_adapters(self) -> SplitModel:
+        """As `alias`, but what the model was before it had adapters: the reference, without weights of its own."""
+        return self.twin(lambda parameter: parameter.detach(), adapters=False)
+
+    def twin(self, tensor_of: Callable[[nn.Parameter], Tensor], *, adapters: bool = True) -> SplitModel:
         """As `alias`, with the tensors that `tensor_of` gives for this model's parameters."""
-        config = copy.deepcopy(self.config)
-        with torch.device("meta"):
-            hf = type(self.hf)(config)
+        hf = empty_tree(self.hf, self.lora if adapters else None)
         twin = type(self).__new__(type(self))
         twin.__dict__.update(self.__dict__)
-        hf.generation_config = copy.deepcopy(self.hf.generation_config)
-        twin.hf, twin.config = hf.eval(), config
+        twin.hf, twin.config, twin.lora = hf, hf.config, lora.config_of(hf)
         twin.hf.set_attn_implementation({"text_config": ATTENTION_NAME})
         twin.prefix_checkpointing = twin.suffix_checkpointing = False
         twin.bind(self, tensor_of)
@@ -341,6 +354,4 @@ class SplitModel(ABC):
 
     def shares_storage_with(self, source: SplitModel) -> bool:
         """True when every parameter still lies at the source's address."""
-        theirs = dict(source.hf.named_parameters(remove_duplicate=False))
-        mine = dict(self.hf.named_parameters(remove_duplicate=False))
-        return all(mine[name].data_ptr() == p.data_ptr() for name, p in theirs.items())
+        return same_storage(self.hf, source.hf)

@@ -17,8 +17,11 @@ class Support:
     shared_weights: bool = True
     """vLLM can compute on the trainer's tensors (`SharedWeights`)."""
 
-    shared_vision: tuple[str, ...] = ("image", "video")
-    """Kinds whose features vLLM takes in the place of pixels (`vision: shared`)."""
+    shared_vision: bool = True
+    """vLLM takes features in the place of pixels (`vision: shared`)."""
+
+    towerless: bool = True
+    """A vLLM that gets features can do without a tower. Qwen3-VL's forgets its DeepStack layers with it."""
 
     tensor_parallel: bool = True
     """There is a layout table (rollplex.weights.families) for vLLM's tensor-parallel ranks."""

@@ -26,9 +26,9 @@ QWEN3_PATCH = 16
 TILE = 56
 """Side in pixels of the tiles that LLaVA-OneVision and InternVL cut pictures into."""
 
-LLAVA_GRIDS = [[TILE * h, TILE * w] for h in (1, 2) for w in (1, 2)]
-LLAVA_ASPECT = "anyres_max_3"
-"""Of the published 9, so that a picture of four tiles is one that is scaled down again."""
+LLAVA_GRIDS = [[TILE * h, TILE * w] for h in (1, 2) for w in (1, 2)] + [[4 * TILE, 4 * TILE]]
+LLAVA_ASPECT = "anyres_max_9"
+"""As published: features of the largest grid, 16 tiles, are scaled down to 9."""
 
 MOST_TILES = 4
 """Of an InternVL picture, besides the small whole one."""
@@ -160,7 +160,8 @@ def _qwen3_vl_config(settings: TinySettings) -> Any:
             "spatial_merge_size": MERGE,
             "temporal_patch_size": TEMPORAL_PATCH,
             "num_position_embeddings": 64,
-            "deepstack_visual_indexes": list(range(min(settings.vision_depth, settings.layers))),
+            # What is added behind the last layer would reach no later token.
+            "deepstack_visual_indexes": list(range(min(settings.vision_depth, settings.layers - 1))),
         },
         **_qwen_tokens(settings),
     )

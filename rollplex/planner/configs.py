@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from rollplex.planner.adapters import adapter_sizes
 from rollplex.planner.run_memory import OFFLOADABLE, RunSettings
 from rollplex.residency import ACTIVATIONS, KV_POOL
 
@@ -104,6 +105,8 @@ def settings_of(content: Mapping[str, Any], given: Mapping[str, Any]) -> RunSett
     known = {f.name for f in fields(RunSettings)}
     found: dict[str, Any] = MODULE_DEFAULTS | {k: v for k, v in model.items() if k in known and v is not None}
     found["freeze"] = tuple(model.get("freeze") or ())
+    if model.get("lora") is not None:
+        found |= adapter_sizes(str(model.get("model")), model["lora"], found["freeze"])
     found["itemsize"] = 2 if model.get("dtype") == "bfloat16" else 4
     found["reference"] = float(model.get("beta") or 0.0) > 0
     found["prompts"] = data.get("batch_size", RunSettings.prompts)

@@ -62,6 +62,12 @@ class RunSettings:
     reference: bool = False
     freeze: tuple[str, ...] = ()
     """Parts that are not trained."""
+    lora_params: int = 0
+    """Elements of all adapters; with any, the reference has no weights of its own."""
+    lora_trained: int = 0
+    """Elements of the adapters that are trained, and nothing else is."""
+    lora_merged: int = 0
+    """Elements of the weights that have adapters."""
     prefix_checkpointing: bool = False
     suffix_checkpointing: bool = False
     prefix_on_host: bool = False
@@ -98,6 +104,8 @@ def run_states(m: ModelShape, s: RunSettings) -> list[State]:
 
 def trained(m: ModelShape, s: RunSettings) -> int:
     """Parameters that have gradients and optimizer states."""
+    if s.lora_params:
+        return s.lora_trained
     parts = {
         "language_model": m.language_params, "projector": m.projector_params,
         "vision_tower": m.vision_params - m.projector_params,
@@ -106,7 +114,7 @@ def trained(m: ModelShape, s: RunSettings) -> int:
 
 
 def _trainer_states(m: ModelShape, s: RunSettings) -> Iterator[State]:
-    weights, learning = float(m.params * s.itemsize), trained(m, s)
+    weights, learning = float((m.params + s.lora_params) * s.itemsize), trained(m, s)
     narrow = s.itemsize < 4
     kind = StateClass.REGENERABLE if narrow else StateClass.PERMANENT
     yield run_state(PARAMETERS, weights, kind=kind)
@@ -117,7 +125,7 @@ def _trainer_states(m: ModelShape, s: RunSettings) -> Iterator[State]:
         yield run_state(name, size, resident=size * part if gone else None, left=0.0 if gone else size)
     grown = {T, U} | ({PA, S} if s.streaming else set())
     yield run_state(GRADIENTS, float(learning * s.itemsize), needed=frozenset(grown))
-    if s.reference:
+    if s.reference and not s.lora_params:
         needed = {S} | ({PR} if s.overlap else set()) | ({PA} if s.overlap and (s.streaming or s.reuse) else set())
         left = 0.0 if REFERENCE in s.offload else weights
         yield run_state(REFERENCE, weights, needed=frozenset(needed), left=left)
@@ -142,6 +150,9 @@ def _engine_states(m: ModelShape, s: RunSettings) -> Iterator[State]:
             padding = -m.vocab % VOCAB_MULTIPLE * m.hidden * (1 if m.tied else 2)
             own = float((m.params - (0 if s.engine_vision else m.vision_params) + padding) * s.itemsize)
             yield run_state(ENGINE_WEIGHTS, own, left=own)
+        elif s.lora_merged:
+            merged = float(s.lora_merged * s.itemsize)
+            yield run_state(ENGINE_WEIGHTS, merged, left=merged)
         pool = float(s.kv_cache_bytes or 0)
         yield run_state(KV_POOL, pool, left=0.0 if released else pool)
         return

@@ -1,0 +1,61 @@
+"""The models of a run: the policy that is trained, with or without adapters, and its reference.
+
+With adapters (LoRA) the reference has no weights of its own, and a checkpoint holds the adapters alone: the others are
+those of the model folder, which a resume compares.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from rollplex.models.lora import add_adapters, is_adapter, lora_config
+from rollplex.models.registry import load_hf, split
+from rollplex.models.split_model import PASS_SETTINGS, SplitModel
+
+PREFIX = "policy."
+"""Of the policy's names in a checkpoint."""
+
+
+def make_models(h: Mapping[str, Any]) -> tuple[SplitModel, SplitModel | None]:
+    """Actor, and reference (beta > 0), of GRPOModule's settings. Raises ValueError where nothing would be trained."""
+    config = lora_config(h["lora"]) if h["lora"] is not None else None  # first: it may be refused
+    hf = load_hf(h["model"], h["dtype"])
+    if config is not None:
+        add_adapters(hf, config, seed=h["seed"])
+    actor = split(hf, **{k: h[k] for k in PASS_SETTINGS})
+    actor.freeze(h["freeze"] or [])
+    if not any(p.requires_grad for p in hf.parameters()):
+        raise ValueError(
+            f"lora: target_modules={config.target_modules!r} are all in frozen parts (freeze={h['freeze']}), so "
+            "nothing would be trained: name layers of another part, or freeze less"
+        )
+    if not h["beta"] > 0:
+        return actor, None
+    if actor.lora is not None:
+        return actor, actor.without_adapters()
+    return actor, split(copy.deepcopy(hf).requires_grad_(False).eval())
+
+
+def place_reference(reference: SplitModel, actor: SplitModel, device: torch.device) -> None:
+    """To where the actor is; one without weights of its own follows the actor's."""
+    if actor.lora is not None:
+        reference.bind(actor)
+    else:
+        reference.hf.to(device)
+
+
+def keep_adapters_alone(checkpoint: dict[str, Any], actor: SplitModel) -> None:
+    """Leave the weights of the model folder out of a checkpoint."""
+    if actor.lora is not None:
+        checkpoint["state_dict"] = {n: t for n, t in checkpoint["state_dict"].items() if is_adapter(n)}
+
+
+def add_base_weights(checkpoint: dict[str, Any], actor: SplitModel) -> None:
+    """Undo of `keep_adapters_alone`, for a load that asks for every name."""
+    if actor.lora is not None:
+        ours = {PREFIX + n: t for n, t in actor.hf.state_dict().items() if not is_adapter(n)}
+        checkpoint["state_dict"] = ours | checkpoint["state_dict"]

@@ -1,0 +1,276 @@
+"""LoRA: passes, engines, reference, checkpoints and exports of a policy whose adapters alone are trained."""
+
+from __future__ import annotations
+
+import copy
+import json
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+from engine_helpers import drain, requests_for, started, trainer_logps
+from families import PARITY, Rows, encoded
+from helpers import relative_error
+from lightning.pytorch.callbacks import ModelCheckpoint
+from runs import run as train
+from runs import same_bits, weights
+from test_plan_run import config_of, planned_and_run
+from test_split import BAR, reference, responses_for
+from test_split import split as split_pass
+from transformers import AutoModelForImageTextToText
+
+from rollplex.callbacks import GroupStreaming, PrefillReuse, PrefixOverlap
+from rollplex.data.records import SamplingParams
+from rollplex.export import export, export_checkpoint
+from rollplex.models import lora
+from rollplex.models.policy import make_models
+from rollplex.models.registry import load_hf, split
+from rollplex.models.tiny import build_tiny, build_tiny_in_memory
+from rollplex.models.twin import merged_model
+from rollplex.residency import ACTIVATIONS, ACTOR_KV, GRADIENTS, KV_POOL, MOMENTS, PARAMETERS, REFERENCE, REFERENCE_KV
+
+EVERYWHERE = r".*\.(q_proj|v_proj|down_proj|gate_proj|qkv|proj|linear_fc1|merger\.mlp\.0)"
+"""In the language model, the tower and the projector; `proj` of the patches is a convolution."""
+
+RANDOM = {"r": 4, "lora_alpha": 8, "init_lora_weights": False}
+"""B is random too: no gradient is zero, and adapters on differ from adapters off."""
+
+WIDE = RANDOM | {"target_modules": EVERYWHERE, "exclude_modules": r".*patch_embed.*"}
+
+
+def adapted(family: str, settings=WIDE, **options):
+    """(actor with adapters, the same before them, processor)."""
+    model, processor = build_tiny_in_memory(family=family, **PARITY)
+    plain = copy.deepcopy(model)
+    lora.add_adapters(model, lora.lora_config(settings), seed=3)
+    actor = split(model, **options)
+    actor.freeze([])
+    return actor, plain, processor
+
+
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
+def policy(request):
+    actor, plain, processor = adapted(request.param)
+    return SimpleNamespace(actor=actor, plain=plain, processor=processor, prompts=encoded(processor))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return build_tiny(tmp_path_factory.mktemp("lora") / "model", **PARITY)
+
+
+# ---- passes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"prefix_checkpointing": True, "suffix_checkpointing": True}, {"cut": True}],
+    ids=["plain", "checkpointing", "vision cut"],
+)
+def test_split_equals_full_sequences_with_adapters(policy, options):
+    """Log-probs, and the gradient of every adapter weight; nothing else gets one."""
+    cut = options.pop("cut", False) if "cut" in options else False
+    bundles = [[p] for p in policy.prompts]
+    responses = [responses_for(1, 3, longest=6, seed=i) for i in range(len(bundles))]
+    generator = torch.Generator().manual_seed(5)
+    at = [torch.randn(ids.shape, generator=generator) for ids, _ in responses]
+    actor = split(copy.deepcopy(policy.actor.hf), **options)
+    whole = copy.deepcopy(policy.actor.hf)
+    want_logps, want = reference(whole, bundles, responses, at, 1.0, actor.banned_token_ids)
+    logps, grads = split_pass(actor, bundles, responses, at, 1.0, cut=cut)
+    assert all((a - b).abs().max() <= BAR for a, b in zip(logps, want_logps, strict=True) if len(b))
+    names = {name for name in grads if lora.is_adapter(name)}
+    assert names and names == {name for name, grad in grads.items() if grad is not None}
+    assert any("visual" in name for name in names) and any("language_model" in name for name in names)
+    for name in names:
+        assert want[name].abs().max() > 1e-5, name
+        assert relative_error(grads[name], want[name]) <= BAR, (name, relative_error(grads[name], want[name]))
+
+
+def test_adapters_in_part_of_the_layers_train_alone():
+    """A prefix whose first layers have no gradient at all."""
+    actor, _, processor = adapted(
+        "qwen2_5_vl", RANDOM | {"target_modules": ["q_proj", "v_proj"], "layers_to_transform": [1]}
+    )
+    bundles = [[p] for p in encoded(processor, ["picture"])]
+    responses, at = [responses_for(1, 2, 4)], [torch.ones(2, 4)]
+    _, want = reference(copy.deepcopy(actor.hf), bundles, responses, at, 1.0, actor.banned_token_ids)
+    _, grads = split_pass(actor, bundles, responses, at, 1.0)
+    trained = {name for name, grad in grads.items() if grad is not None}
+    assert trained and all(".layers.1." in name for name in trained)
+    assert all(relative_error(grads[name], want[name]) <= BAR for name in trained)
+
+
+@pytest.mark.parametrize("frozen", [["vision_tower"], ["language_model"]], ids=str)
+def test_freeze_is_of_adapters(frozen):
+    actor, _, _ = adapted("qwen2_5_vl")
+    actor.freeze(frozen)
+    off = {id(p) for p in actor.part_parameters(frozen[0])}
+    for name, p in actor.hf.named_parameters():
+        assert p.requires_grad == (lora.is_adapter(name) and id(p) not in off), name
+
+
+# ---- engine and reference --------------------------------------------------------------------------------------------
+
+
+def test_engine_runs_the_adapters_on_the_trainers_tensors(policy):
+    """Merged weights, by transformers' generate of a plain model, give the same greedy tokens."""
+    actor = policy.actor
+    engine = started(actor, policy.processor)
+    assert engine._model.shares_storage_with(actor)
+    merged = merged_model(actor.hf)
+    plain = split(copy.deepcopy(merged))
+    for t in (0.0, 1.0):
+        engine.submit(requests_for(policy.prompts, SamplingParams(max_tokens=8, temperature=t), g=2))
+        for r in drain(engine):
+            prompt = policy.prompts[r.group]
+            for by in (actor, plain):
+                assert (r.logps - trainer_logps(by, prompt, r, t or 1.0)).abs().max() <= BAR or t == 0
+            if t == 0:
+                ids = torch.cat([prompt.input_ids, r.token_ids])[None]
+                types = torch.cat([prompt.mm_token_type_ids, torch.zeros(8, dtype=torch.long)])[None]
+                merged.set_attn_implementation("sdpa")
+                logits = merged(input_ids=ids, mm_token_type_ids=types, **prompt.media).logits[0, len(prompt) - 1 : -1]
+                logits[:, list(actor.banned_token_ids)] = -torch.inf
+                assert logits.argmax(-1).tolist() == r.token_ids.tolist()
+
+
+def test_the_reference_is_the_model_with_adapters_off_and_has_no_weights(policy):
+    off = policy.actor.without_adapters()
+    assert off.shares_storage_with(policy.actor)
+    before, with_adapters = split(policy.plain), policy.actor
+    prompt = policy.prompts[1]
+    ids, lengths = responses_for(1, 2, 5)
+    found = []
+    for model in (off, before, with_adapters):
+        state = model.prefix([prompt], grad=False)
+        found.append(model.suffix(state, ids, lengths, temperature=1.0, grad=False).logps_NR)
+    assert torch.equal(found[0], found[1])
+    assert (found[0] - found[2]).abs().max() > 0.01
+    split(policy.plain).hf.set_attn_implementation("sdpa")
+
+
+def fit(folder, root, settings=RANDOM, **options):
+    """Two steps with a KL term; returns the module."""
+    defaults = dict(
+        task=Rows(), batch_size=4, beta=0.1, num_generations=2, max_completion_length=4, prompts_per_pass=2,
+        lora=dict(settings),
+    )  # fmt: skip
+    return train(folder, root, **(defaults | options))
+
+
+def test_only_adapters_move_and_schedules_give_the_same_bits(folder, tmp_path):
+    serial = fit(folder, tmp_path)
+    ours = weights(serial)
+    base = dict(load_hf(str(folder), "float32").named_parameters())
+    moved = {
+        name
+        for name, p in ours.items()
+        if not lora.is_adapter(name) and not torch.equal(p, base[lora.plain_name(name)])
+    }
+    assert not moved
+    assert serial.seen[0]["metrics"]["kl"] > 0
+    own = {p.untyped_storage().data_ptr() for p in serial.policy.parameters()}
+    assert all(p.untyped_storage().data_ptr() in own for p in serial.reference.hf.parameters())  # no second model
+    assert not any(REFERENCE in name for name in serial.seen[-1]["metrics"])
+    for callbacks in ([PrefixOverlap(), GroupStreaming()], [PrefillReuse(), PrefixOverlap()]):
+        other = fit(folder, tmp_path, callbacks=callbacks)
+        assert same_bits(ours, weights(other))
+        assert [x["metrics"]["loss"] for x in serial.seen] == [x["metrics"]["loss"] for x in other.seen]
+
+
+# ---- checkpoints and exports -----------------------------------------------------------------------------------------
+
+
+def test_resume_is_exact_and_the_checkpoint_holds_adapters_alone(folder, tmp_path):
+    whole = fit(folder, tmp_path, steps=4)
+    keep = ModelCheckpoint(tmp_path / "kept", filename="two", every_n_train_steps=2, save_top_k=-1)
+    fit(folder, tmp_path, steps=2, callbacks=[keep], trainer={"enable_checkpointing": True})
+    path = tmp_path / "kept" / "two.ckpt"
+    names = torch.load(path, weights_only=True)["state_dict"]
+    assert names and all(lora.is_adapter(name) for name in names)
+    second = fit(folder, tmp_path, steps=4, ckpt_path=str(path))
+    assert same_bits(weights(whole), weights(second))
+    with pytest.raises(ValueError, match="lora="):
+        fit(folder, tmp_path, RANDOM | {"lora_alpha": 16}, steps=4, ckpt_path=str(path))
+
+    out = export_checkpoint(path, tmp_path / "out")
+    half = fit(folder, tmp_path, steps=2)
+    merged = dict(lora.whole_weights(half.policy))
+    loaded = AutoModelForImageTextToText.from_pretrained(out)
+    assert same_bits(dict(loaded.named_parameters()), merged)
+    check_adapter_folder(out, folder, loaded)
+
+
+def check_adapter_folder(out, folder, merged) -> None:
+    """peft loads it onto the base model, and gives what the merged one gives."""
+    from peft import PeftModel
+
+    assert json.loads((out / "adapter" / "adapter_config.json").read_text())["r"] == 4
+    base = AutoModelForImageTextToText.from_pretrained(folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # missing or unexpected keys are warnings
+        model = PeftModel.from_pretrained(base, out / "adapter")
+    ids = torch.arange(20, 60)[None]
+    with torch.no_grad():
+        a, b = (m.eval()(input_ids=ids).logits for m in (model, merged))
+        assert (a - b).abs().max() <= BAR * a.abs().max()
+        with model.disable_adapter():
+            assert (model(input_ids=ids).logits - b).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("family", ["llava_onevision", "internvl"])
+def test_other_families_train_and_export_adapters(family, tmp_path):
+    base = build_tiny(tmp_path / "base", family=family, **PARITY)
+    module = fit(base, tmp_path, WIDE, steps=1)
+    out = export(module.policy, module.processor, tmp_path / "out")
+    loaded = AutoModelForImageTextToText.from_pretrained(out)
+    assert same_bits(dict(loaded.named_parameters()), dict(lora.whole_weights(module.policy)))
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lora_dropout": 0.1}, "lora_dropout, which cannot be set"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save, which cannot be set"),
+        ({"r": 0}, "r=0 must be a whole number"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' is not supported.*W must stay"),
+        ({"target_modules": ["nothing"]}, "do not fit this model"),
+        ({"target_modules": ["lm_head"]}, "takes in lm_head: only linear layers other than the output head"),
+        ({"target_modules": ["embed_tokens"]}, "takes in .*embed_tokens: only linear"),
+    ],
+)  # fmt: skip
+def test_lora_settings_that_cannot_work_are_refused(folder, settings, message):
+    h = dict(
+        model=str(folder), dtype="float32", lora=settings, seed=0, freeze=None, beta=0.0, prefix_checkpointing=False,
+        suffix_checkpointing=False, prefix_on_host=False,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=message):
+        make_models(h)
+    if "cannot be set" not in message:
+        return
+    with pytest.raises(ValueError, match=r"frozen parts \(freeze=\['language_model'\]\)"):
+        make_models(h | {"lora": {"r": 2}, "freeze": ["language_model"]})
+
+
+def test_the_plan_counts_adapters(folder, tmp_path):
+    config = config_of(folder, tmp_path, model={"lora": RANDOM, "beta": 0.1})
+    planned, ran, module = planned_and_run(config, tmp_path)
+    most = {name: max(row.values()) for name, row in planned.planned().items()}
+    for name in (PARAMETERS, GRADIENTS, MOMENTS, REFERENCE_KV, ACTOR_KV, KV_POOL):
+        assert most[name] == pytest.approx(ran.run.largest[name], rel=0.05), name
+    assert most[ACTIVATIONS] >= ran.run.largest[ACTIVATIONS]  # planned as if all weights were trained
+    assert most[MOMENTS] == 8 * sum(p.numel() for p in module.policy.parameters() if p.requires_grad)
+    assert REFERENCE not in most and not ran.run.largest.get(REFERENCE)
+
+
+def test_zero_is_refused(folder, tmp_path):
+    pytest.importorskip("deepspeed")
+    from rollplex.deepspeed_strategy import RollplexDeepSpeedStrategy
+
+    with pytest.raises(ValueError, match=r"lora with strategy=.* use rollplex_ddp"):
+        fit(folder, tmp_path, trainer={"strategy": RollplexDeepSpeedStrategy(stage=2)})
