@@ -32,10 +32,6 @@ CPU_KV_BYTES = 512 * 1024**2
 """KV cache on a CPU where nothing else is said: vLLM would take a share of all memory."""
 
 
-NO_TOWER = {"image": 0, "video": 0}
-"""Of a vLLM that gets embeddings: it then builds no vision tower."""
-
-
 @dataclass(frozen=True)
 class _Live:
     """An unfinished request under its id in vLLM."""
@@ -200,8 +196,7 @@ class VLLMEngine(HeldStates, RolloutEngine):
     def _more_arguments(self) -> dict[str, Any]:
         out: dict[str, Any] = {}
         if self.takes_vision:
-            blind = {"limit_mm_per_prompt": NO_TOWER} if self._model.support.towerless else {}
-            out |= {"enable_mm_embeds": True} | blind
+            out |= vllm_inputs.embeds_arguments(self._model)
         if self.tensor_parallel_size > 1:
             out["tensor_parallel_size"] = self.tensor_parallel_size
         if self.tensor_parallel_size > 1 or not (self._owns_distributed or torch.distributed.get_world_size() == 1):

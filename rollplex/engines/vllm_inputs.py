@@ -33,6 +33,12 @@ def check_temperature(params: SamplingParams) -> None:
         )
 
 
+def embeds_arguments(source: SplitModel) -> dict[str, Any]:
+    """Of vLLM's EngineArgs, for one that gets features: with a limit of 0 it builds no vision tower."""
+    limits = {"limit_mm_per_prompt": {"image": 0, "video": 0}} if source.support.towerless else {}
+    return {"enable_mm_embeds": True} | limits
+
+
 def check_support(source: SplitModel, shared_vision: bool, tensor_parallel_size: int) -> None:
     """Raises ValueError for what vLLM has no way to do with the family."""
     if source.engine_refusal is not None:

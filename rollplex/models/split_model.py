@@ -10,7 +10,6 @@ Shape legend: B prompts of a bundle, P prompt tokens, G responses per prompt, N 
 
 from __future__ import annotations
 
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from rollplex.models.attention import ATTENTION_NAME, STATE_KEYWORD
 from rollplex.models.checkpointing import Checkpointing
 from rollplex.models.head import PolicyHead
 from rollplex.models.logprobs import linear_logps
+from rollplex.models.positions import Known, remembered
 from rollplex.models.prefix import PrefixState, ReadPrefix, RecordPrefix
 from rollplex.models.saved import SavedActivations
 from rollplex.models.support import Support, refuse_unsplittable
@@ -33,9 +33,6 @@ from rollplex.models.vision import VisionState, feature_tokens
 
 if TYPE_CHECKING:
     from rollplex.tensor_parallel import Shards
-
-POSITIONS_KEPT = 16_384
-"""Prompts whose positions are remembered."""
 
 PASS_SETTINGS = ("prefix_checkpointing", "suffix_checkpointing", "prefix_on_host")
 """Keywords of `SplitModel` that trade time for memory."""
@@ -90,7 +87,7 @@ class SplitModel(ABC):
         """Set by a strategy whose sharded modules count the calls of one forward and one backward."""
         self.shards: Shards | None = None
         """How this process's parameters are parts of whole ones (tensor parallel); None where they are whole."""
-        self._positions: dict[int, tuple[weakref.ref[Prompt], Tensor]] = {}
+        self._positions: Known = {}
         refuse_unsplittable(hf.config)
         self.hf.set_attn_implementation({"text_config": ATTENTION_NAME})
 
@@ -182,19 +179,8 @@ class SplitModel(ABC):
         The first response token stands one past the largest position of any axis: a picture's positions may exceed, or
         fall short of, its token count.
         """
-        positions_3BP = torch.stack([self._positions_of(p) for p in prompts], dim=1)
+        positions_3BP = torch.stack([remembered(self._positions, p, self.compute_positions) for p in prompts], dim=1)
         return positions_3BP, positions_3BP.amax(dim=(0, 2)) + 1
-
-    def _positions_of(self, prompt: Prompt) -> Tensor:
-        """Each prompt is asked for by engine, reference and actor; transformers counts them in Python."""
-        known = self._positions.get(id(prompt))
-        if known is not None and known[0]() is prompt:
-            return known[1]
-        if len(self._positions) >= POSITIONS_KEPT:
-            self._positions.clear()
-        positions_3P = self.compute_positions(prompt)
-        self._positions[id(prompt)] = (weakref.ref(prompt), positions_3P)
-        return positions_3P
 
     def freeze(self, parts: Sequence[Part]) -> None:
         """Turn gradients off for whole parts, on for the others: for all of them, or for their adapters."""
