@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -115,8 +116,20 @@ def _worth_telling(record: logging.LogRecord) -> bool:
     return not record.getMessage().startswith(("💡", "TPU available"))
 
 
+TRACEBACK = "ROLLPLEX_TRACEBACK"
+"""Environment variable that keeps the traceback of a wrong setting."""
+STEPS = {"training_step", "validation_step", "test_step", "predict_step"}
+
+
+def of_settings(error: ValueError) -> bool:
+    """Whether one of our own checks refused a setting before any work, so that its message is all there is to say."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    ours = str(frames[-1].f_globals.get("__name__")).partition(".")[0] == "rollplex"
+    return ours and not any(frame.f_code.co_name in STEPS for frame in frames)
+
+
 def main(args: list[str] | None = None) -> None:
-    """Console entry point."""
+    """Console entry point. A wrong setting ends it with one line and exit code 2."""
     for message in IRRELEVANT:
         warnings.filterwarnings("ignore", message=message)
     transformers_logging.disable_progress_bar()
@@ -127,5 +140,12 @@ def main(args: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if args is None else args
     if arguments and arguments[0] in COMMANDS:
         COMMANDS[arguments[0]](arguments[1:])
-    else:
+        return
+    try:
         RollplexCLI(args=args)
+    except ValueError as error:
+        if args is not None or os.environ.get(TRACEBACK) or not of_settings(error):
+            raise
+        lines = [str(error), *getattr(error, "__notes__", []), f"({TRACEBACK}=1 shows where)"]
+        print("error: " + "\n".join(lines), file=sys.stderr)
+        raise SystemExit(2) from None

@@ -22,6 +22,7 @@ from rollplex.streams import LaneStreams
 from rollplex.timeline import Timeline
 from rollplex.units import Unit
 from rollplex.watch import MemoryWatch, ReferenceHolder
+from rollplex.whereabouts import tell_of_ranks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -135,13 +136,19 @@ class WithColocation:
     """The part of a strategy with whole weights that owns a colocation."""
 
     colocation: Colocation
+    ranks: Ranks
     lightning_module: Any
 
     def whole_model(self) -> SplitModel:
         """The policy with whole weights."""
         return self.lightning_module.actor
 
+    def on_exception(self, exception: BaseException) -> None:
+        tell_of_ranks(exception, self.ranks.where)
+        super().on_exception(exception)  # type: ignore[misc]
+
     def teardown(self) -> None:
+        self.ranks.where.close()
         self.colocation.close()
         if hasattr(self.lightning_module, "close_rewards"):
             self.lightning_module.close_rewards()

@@ -40,7 +40,8 @@ class RollplexDDPStrategy(WithTrainerStates, WithColocation, DDPStrategy):
         admission: "measure" declines overlap that does not pay, found by measuring; "always" admits what fits.
         rollout_timeout: Seconds without any sign of the engine after which a rollout counts as stalled and the run
             ends with an error; None waits forever.
-        collective_timeout: Seconds after which a collective that some rank does not come to is an error.
+        collective_timeout: Seconds after which a collective that some rank does not come to is an error, which names
+            the rank, its phase and its unit.
         process_group_backend: None is NCCL on CUDA, gloo on a CPU.
     """
 
@@ -83,6 +84,7 @@ class RollplexDDPStrategy(WithTrainerStates, WithColocation, DDPStrategy):
         check_same_settings(module, trainer.datamodule, self.ranks)
         self.gradients = WholeGradients(self.ranks)
         self.colocation.executor.stops_together = not self.ranks.alone
+        self.colocation.executor.where = self.ranks.where
         assert self.accelerator is not None and self.model is not None
         self.accelerator.setup(trainer)
         self.model_to_device()

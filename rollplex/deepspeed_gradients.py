@@ -64,7 +64,8 @@ class ShardedGradients:
         # DeepSpeed averages over data-parallel ranks; the scale is that of a sum.
         torch._foreach_mul_([p.grad for p in trained if p.grad is not None], scale * self.ranks.world)
         scope, self._open = self._open, None
-        scope.__exit__(None, None, None)
+        with self.ranks.collective("the sum of gradients"):
+            scope.__exit__(None, None, None)
 
     def norm(self) -> float:
         if self.nothing:

@@ -29,6 +29,7 @@ from rollplex.models.split_model import SplitModel
 from rollplex.ranks import Ranks
 from rollplex.tensor_parallel import TensorParallel, check_degrees
 from rollplex.updates import GradientUpdate, WholeGradients
+from rollplex.whereabouts import tell_of_ranks
 
 NEVER = 10**9
 
@@ -67,7 +68,8 @@ class RollplexDeepSpeedStrategy(WithTensorParallel, WithStateOffload, DeepSpeedS
             ends with an error; None waits forever.
         gather_bucket_bytes: Most bytes of parameters gathered at once for the engine's copy (stage 3).
         zero_optimization: More entries of DeepSpeed's section of that name.
-        collective_timeout: Seconds after which a collective that some rank does not come to is an error.
+        collective_timeout: Seconds after which a collective that some rank does not come to is an error, which names
+            the rank, its phase and its unit.
         process_group_backend: None is NCCL on CUDA, gloo on a CPU.
     """
 
@@ -168,6 +170,7 @@ class RollplexDeepSpeedStrategy(WithTensorParallel, WithStateOffload, DeepSpeedS
         check_same_settings(module, trainer.datamodule, everyone)
         executor = self.colocation.executor
         executor.stops_together = not everyone.alone
+        executor.where = everyone.where
         if trainer.training:
             self._configure(module)
             super().setup(trainer)
@@ -319,7 +322,12 @@ class RollplexDeepSpeedStrategy(WithTensorParallel, WithStateOffload, DeepSpeedS
         module.load_state_dict(checkpoints.whole_state_dict(path))
         return checkpoints.client_state(path)
 
+    def on_exception(self, exception: BaseException) -> None:
+        tell_of_ranks(exception, self.colocation.executor.where)
+        super().on_exception(exception)
+
     def teardown(self) -> None:
+        self.colocation.executor.where.close()
         self.colocation.close()
         if isinstance(self.gradients, ShardedGradients):
             self.gradients.abandon()

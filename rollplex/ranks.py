@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+
+from rollplex.whereabouts import Whereabouts
 
 T = TypeVar("T")
 
@@ -19,8 +22,9 @@ class Ranks:
     every rank makes the same calls in the same order.
     """
 
-    def __init__(self, rank: int = 0, world: int = 1, group: Any = None) -> None:
+    def __init__(self, rank: int = 0, world: int = 1, group: Any = None, where: Whereabouts | None = None) -> None:
         self.rank, self.world = rank, world
+        self.where = where or Whereabouts()
         self._group = group
 
     @classmethod
@@ -29,10 +33,13 @@ class Ranks:
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return cls()
         group = dist.new_group(backend="gloo", timeout=timeout)
-        return cls(dist.get_rank(), dist.get_world_size(), group)
+        rank, world = dist.get_rank(), dist.get_world_size()
+        return cls(rank, world, group, Whereabouts.connect(rank, world))
 
     @classmethod
-    def among(cls, groups: Sequence[Sequence[int]], timeout: timedelta | None = None) -> Ranks:
+    def among(
+        cls, groups: Sequence[Sequence[int]], timeout: timedelta | None = None, where: Whereabouts | None = None
+    ) -> Ranks:
         """This process among those of its group. groups: every process is in one. A collective of all processes."""
         found = cls()
         if all(len(members) == 1 for members in groups):
@@ -40,7 +47,7 @@ class Ranks:
         for members in groups:
             group = dist.new_group(list(members), backend="gloo", timeout=timeout)
             if dist.get_rank() in members and len(members) > 1:
-                found = cls(list(members).index(dist.get_rank()), len(members), group)
+                found = cls(list(members).index(dist.get_rank()), len(members), group, where)
         return found
 
     @property
@@ -48,12 +55,20 @@ class Ranks:
         return self.world == 1
 
     def gather(self, thing: T) -> list[T]:
-        """Every rank's `thing`, by rank. What can be pickled can be sent."""
+        """Every rank's `thing`, by rank. What can be pickled can be sent.
+
+        RankError when a rank does not come within the group's time limit, or is gone.
+        """
         if self.alone:
             return [thing]
         things: list[Any] = [None] * self.world
-        dist.all_gather_object(things, thing, group=self._group)
+        with self.collective("a word with the other ranks"):
+            dist.all_gather_object(things, thing, group=self._group)
         return things
+
+    def collective(self, what: str) -> AbstractContextManager[None]:
+        """Around a collective of any group: its failure says which rank did not come (`RankError`)."""
+        return self.where.collective(what)
 
     def any(self, flag: bool) -> bool:
         """Whether any rank says so."""

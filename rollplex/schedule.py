@@ -10,7 +10,6 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 
 from rollplex.admission import Admission
 from rollplex.before_rollout import BeforeRollout
@@ -21,30 +20,11 @@ from rollplex.lanes import Drained, EngineError, Event, Failed, Finished, Rollou
 from rollplex.lockstep import Lockstep
 from rollplex.phases import Notify, Phase, PhaseMachine
 from rollplex.ranks import Ranks
+from rollplex.schedule_state import Opener, ScheduleState
 from rollplex.streams import LaneStreams
 from rollplex.timeline import PHASES, ROLLOUT_LANE, TRAIN_LANE, Timeline
-from rollplex.units import ORDERED_KINDS, PREFIX_KINDS, Unit, UnitId, UnitKind, by_order
-
-
-@dataclass
-class ScheduleState:
-    """What openers may look at."""
-
-    window_open: bool = False
-    drained: bool = False
-    finished_groups: set[int] = field(default_factory=set)
-    done: set[UnitId] = field(default_factory=set)
-    fixed_order: list[UnitId] = field(default_factory=list)
-    """Units whose order shows in the result, as the serial schedule runs them."""
-
-    def is_next_in_order(self, unit: Unit) -> bool:
-        """True unless a unit of ORDERED_KINDS would overtake an earlier one of its sort."""
-        sort = next((kinds for kinds in ORDERED_KINDS if unit.kind in kinds), frozenset())
-        return next((i for i in self.fixed_order if i[0] in sort and i not in self.done), unit.id) == unit.id
-
-
-Opener = Callable[[Unit, ScheduleState], bool]
-"""Says whether a unit whose needs are met may start before the rollout has drained."""
+from rollplex.units import ORDERED_KINDS, PREFIX_KINDS, Unit, UnitKind, by_order
+from rollplex.whereabouts import Whereabouts
 
 
 class UnitError(RuntimeError):
@@ -84,6 +64,8 @@ class Executor(BeforeRollout):
         """Why to stop ("SIGTERM", "SIGINT"); read between units."""
         self.stops_together = False
         """With several ranks: stop only where all of them ask (`stop_together`)."""
+        self.where = Whereabouts()
+        """What the other ranks are told of this one."""
         self.lockstep: Lockstep | None = None
         """Set where actor units are collectives: they start in one order on every rank."""
         self.exchange: Exchange | None = None
@@ -157,6 +139,7 @@ class Executor(BeforeRollout):
         if self.machine.phase is not Phase.IDLE:
             self.timeline.add(PHASES, self.machine.phase.value, self._phase_start, now)
         self._phase_start = now
+        self.where.note(phase)
         self.machine.to(phase)
 
     def enter_update(self) -> None:
@@ -212,7 +195,7 @@ class Executor(BeforeRollout):
                 last_event = time.monotonic()
                 self._handle(event, state, collect)
             elif self.timeout is not None and time.monotonic() - max(last_event, self.lane.last_sign) > self.timeout:
-                error = EngineError(f"the engine gave no sign of life for {self.timeout:g} s during the rollout phase")
+                error = EngineError(f"the engine gave no sign of life for {self.timeout:g} s {self.where.during}")
                 self.lane.give_up(error)
                 raise error
 
@@ -271,7 +254,8 @@ class Executor(BeforeRollout):
         else:
             assert isinstance(event, Failed)
             done = len(state.finished_groups)
-            raise EngineError(f"the engine failed with {done} groups complete: {event.error!r}") from event.error
+            what = f"the engine failed {self.where.during} with {done} groups complete: {event.error!r}"
+            raise EngineError(what) from event.error
 
     def _collect(self, rollout: Rollout, state: ScheduleState, collect: Callable[[Rollout], int | None]) -> None:
         group = collect(rollout)
@@ -301,6 +285,7 @@ class Executor(BeforeRollout):
 
     def _run(self, unit: Unit, state: ScheduleState, *, before: bool = False) -> None:
         """before: the engine is handed the result, and stands still until then."""
+        self.where.note(self.machine.phase, str(unit))
         self._notify("on_unit_start", unit)
         hidden = self.machine.phase is Phase.ROLLOUT and not before
         held, sort = self.held_bytes(), unit.sort
@@ -312,7 +297,8 @@ class Executor(BeforeRollout):
                 unit.run()
         except Exception as error:
             groups = ", ".join(map(str, unit.groups))
-            raise UnitError(f"unit {unit} (groups {groups}) failed: {type(error).__name__}: {error}") from error
+            what = f"{self.where.prefix}unit {unit} (groups {groups}) failed: {type(error).__name__}: {error}"
+            raise UnitError(what) from error
         finally:
             self.threads.co_running = False
             self.threads.apply(TRAIN_LANE)
@@ -325,6 +311,7 @@ class Executor(BeforeRollout):
             self.admission.learn_bytes(str(unit), sort, unit.work, unit.density, grown, early=early)
         state.done.add(unit.id)
         self._notify("on_unit_end", unit)
+        self.where.note(self.machine.phase)
 
 
 class _Guard:

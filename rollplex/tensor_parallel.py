@@ -163,12 +163,13 @@ class TensorParallel:
         process = dist.get_rank()
         train_group = _group(topology.train_groups(), timeout)
         gather_group = _group(topology.gather_groups(), timeout)
+        everyone = Ranks.connect(timeout)
         return cls(
             topology=topology,
-            everyone=Ranks.connect(timeout),
-            data=Ranks.among(topology.data_groups(), timeout),
-            trainer=Ranks.among(topology.train_groups(), timeout),
-            block=Ranks.among(topology.blocks(), timeout),
+            everyone=everyone,
+            data=Ranks.among(topology.data_groups(), timeout, everyone.where),
+            trainer=Ranks.among(topology.train_groups(), timeout, everyone.where),
+            block=Ranks.among(topology.blocks(), timeout, everyone.where),
             data_group=_group(topology.data_groups(), timeout),
             shards=Shards(topology, process, train_group, gather_group),
         )

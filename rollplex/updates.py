@@ -86,7 +86,8 @@ class WholeGradients:
                 p.grad = torch.zeros_like(p)
         for bucket in buckets([p.grad for p in parameters if p.grad is not None], BUCKET_BYTES):
             flat = torch.cat([g.reshape(-1) for g in bucket])
-            dist.all_reduce(flat)
+            with self.ranks.collective("the sum of gradients"):
+                dist.all_reduce(flat)
             for gradient, summed in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
                 gradient.copy_(summed.view_as(gradient))
 

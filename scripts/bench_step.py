@@ -25,10 +25,16 @@ from typing import Any
 
 from bench.gate import Missing
 from bench.report import ratios, show, summary
-from bench.worker import OURS, QUIET, TRL, Contender, ContenderError, environment
+from bench.worker import OURS, QUIET, REMOTE, TRL, Contender, ContenderError, environment
 from bench.workload import MODELS, WORKLOADS, Workload, model_folder
 
 ROOT = Path(__file__).resolve().parent.parent
+EVERYBODY = (*OURS, *REMOTE, *TRL)
+PLACEMENTS = {
+    "colocated": (*OURS, *TRL),
+    "disaggregated": REMOTE,
+    "both": ("serial", "overlap", "overlap_streaming", "disaggregated"),
+}
 CHECK: dict[str, Any] = dict(model="tiny", visual_tokens=16, G=2, B=2, R=4)
 
 
@@ -46,7 +52,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--beta", type=float, help="weight of the KL term; above 0 a reference model scores")
     p.add_argument("--learning-rate", type=float)
     p.add_argument("--seed", type=int)
-    p.add_argument("--contenders", nargs="+", choices=(*OURS, *TRL), metavar="NAME", help=" ".join((*OURS, *TRL)))
+    p.add_argument("--contenders", nargs="+", choices=EVERYBODY, metavar="NAME", help=" ".join(EVERYBODY))
+    p.add_argument("--placement", choices=PLACEMENTS, default="colocated",
+                   help="contenders, where --contenders names none: both compares the two placements")  # fmt: skip
     p.add_argument("--repeats", type=int, default=5, help="measured rounds")
     p.add_argument("--warmup", type=int, default=1, help="rounds before, not counted")
     p.add_argument("--wait-quiet", type=float, default=0.0, metavar="MINUTES",
@@ -163,7 +171,7 @@ def measure(arguments: argparse.Namespace, workload: Workload, logs: Path) -> di
         "rollout_threads": arguments.rollout_threads, "train_threads": arguments.train_threads,
         "admission": arguments.admission, "settings": settings_of(arguments.set), "engine": arguments.engine,
     }  # fmt: skip
-    names = arguments.contenders or (OURS if arguments.check else (*OURS, *TRL))
+    names = arguments.contenders or contenders_of(arguments)
     running: list[Contender] = []
     left_out: dict[str, str] = {}
     rounds: list[dict[str, Any]] = []
@@ -190,6 +198,12 @@ def measure(arguments: argparse.Namespace, workload: Workload, logs: Path) -> di
         for contender in running:
             contender.close()
     return result
+
+
+def contenders_of(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """Where none is named."""
+    names = PLACEMENTS[arguments.placement]
+    return tuple(name for name in names if name not in TRL) if arguments.check else names
 
 
 def save(result: dict[str, Any], path: Path | None) -> None:
@@ -245,7 +259,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     show(result)
     faults = check(result)
-    required = arguments.contenders or (OURS if arguments.check else ())
+    required = arguments.contenders or (contenders_of(arguments) if arguments.check else ())
     faults = [f for f in faults if " was left out" not in f or f.split()[0] in required]
     for fault in faults:
         print(f"bench_step: {fault}", file=sys.stderr)

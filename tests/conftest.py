@@ -46,6 +46,16 @@ def parity_folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def engine_process(tmp_path_factory):
+    """An engine server (`engine_helpers.LentProcess`) for all tests: seconds to start."""
+    from engine_helpers import LentProcess
+
+    process = LentProcess(tmp_path_factory.mktemp("engine"))
+    yield process
+    process.end()
+
+
+@pytest.fixture(scope="session")
 def vllm_engine(parity_folder, tmp_path_factory):
     """(vllm.LLM, folder): the tiny model as we export it, in one engine of this process for all tests (20 s to start).
 

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import copy
+import os
+import secrets
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from rollplex.data.records import Request, Rollout
-from rollplex.engines import EngineContext, RolloutEngine, TorchEngine, WindowState
+from rollplex.engines import EngineContext, RemoteEngine, RolloutEngine, TorchEngine, WindowState
+from rollplex.engines.remote_link import Elsewhere
 from rollplex.models.split_model import SplitModel
 
 END = 258  # <|im_end|>
@@ -113,3 +121,49 @@ class Borrowed(RolloutEngine):
     @property
     def progress(self) -> int:
         return self.engine.progress
+
+
+class LentProcess:
+    """An engine server at an address that many tests use one after another: it takes seconds to start."""
+
+    def __init__(self, folder: Path) -> None:
+        key = folder / "engine.key"
+        key.write_text(secrets.token_hex(32))
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.address = f"127.0.0.1:{free.getsockname()[1]}"
+        self.key_file = str(key)
+        command = [sys.executable, "-m", "rollplex.engines.remote_server", "--address", self.address, "--threads", "1"]
+        command += ["--key-file", self.key_file, "--device", "cpu"]
+        here = f"{Path(__file__).parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+        self.process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": here}, stdout=subprocess.DEVNULL)
+        self.place = Elsewhere(self.address, key.read_bytes())
+        self.line: Any = None
+
+    def lend(self, engine: RolloutEngine | None = None, **settings: Any) -> RemoteEngine:
+        if self.line is None:
+            self.line = self.place.connect(120.0)
+        return _Lent(self, engine, address=self.address, key_file=self.key_file, **settings)
+
+    def end(self) -> None:
+        if self.line is not None:
+            self.line.close()
+        self.process.kill()
+        self.process.wait()
+
+
+class _Lent(RemoteEngine):
+    """Starts an engine of its own in the lent process, and leaves that running."""
+
+    def __init__(self, process: LentProcess, engine, **settings) -> None:
+        super().__init__(engine, **settings)
+        self._lent = process
+
+    def _launch(self):
+        return self._lent.place, self._lent.line
+
+    def close(self) -> None:
+        if self._line is not None:
+            self._call("close", phase="the end of a test")
+        self._line = self._place = None
+        super().close()

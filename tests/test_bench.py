@@ -347,3 +347,24 @@ def test_vllm_cannot_take_a_prefix():
     with pytest.raises(Missing, match="vLLM keeps a K/V cache of its own"):
         engine_of("vllm", CONTENDERS["reuse_streaming"][0])
     assert engine_of("torch", CONTENDERS["reuse_streaming"][0])[1] == CONTENDERS["reuse_streaming"][0]
+
+
+@pytest.mark.slow
+def test_check_compares_the_two_placements(tmp_path):
+    done = command("--check", "--placement", "both", "--json", str(tmp_path / "r.json"), folder=tmp_path)
+    assert done.returncode == 0 and "check passed" in done.stdout, done.stdout + done.stderr
+    result = json.loads((tmp_path / "r.json").read_text())
+    assert result["contenders"] == ["serial", "overlap", "overlap_streaming", "disaggregated"]
+    assert [(p["of"], p["over"]) for p in result["ratios"]][:3] == [
+        ("disaggregated", name) for name in ("serial", "overlap", "overlap_streaming")
+    ]
+    assert "disaggregated / overlap_streaming" in done.stdout and "1.57 to 2.24 over disaggregation" in done.stdout
+    engine = result["rounds"][0]["steps"]["disaggregated"]
+    assert engine["decode_steps"] > 0 and engine["cpu"] > 0
+
+
+def test_placements_name_contenders():
+    both = bench_step.parser().parse_args(["--placement", "both"])
+    assert bench_step.contenders_of(both) == ("serial", "overlap", "overlap_streaming", "disaggregated")
+    plain = bench_step.parser().parse_args(["--check"])
+    assert bench_step.contenders_of(plain) == bench_step.OURS

@@ -68,6 +68,25 @@ def test_the_7b_config_of_8_gpus_fits_80_gb_by_phase_and_not_with_everything_res
     assert "reference_weights" in states
 
 
+def test_the_32b_config_of_32_gpus_is_the_papers_layout_and_fits_by_phase(capsys):
+    """Its model folder is not there: the planner knows the name."""
+    path = ROOT / "configs" / "qwen2_5_vl_32b_32gpu.yaml"
+    found = plan(capsys, path, "--model", "Qwen2.5-VL-32B", "--gpu", "H800")
+    assert found["fits"] and max(found["stages_gib"].values()) < 0.8 * found["gpu_gib"] < found["naive_gib"]
+    place = from_config(str(path))
+    assert (place["gpus"], place["train_tp"], place["rollout_tp"]) == (32, 8, 4)
+    states = found["states_gib"]
+    assert states["float32 masters and moments"] == pytest.approx(53.5 / 4, abs=0.1)  # ZeRO-2 over 4 replicas
+    assert states["actor weights rebuilt for the trainer"] == pytest.approx(1.09, abs=0.02)
+    engine = yaml.safe_load(path.read_text())["trainer"]["strategy"]["init_args"]["engine"]["init_args"]
+    shape, prompts = MODELS["Qwen2.5-VL-32B"], 16  # of a replica
+    tokens = prompts * 8 * 512 + prompts * 2048
+    assert (
+        tokens * shape.kv_bytes_per_token / 4 <= engine["kv_cache_memory_bytes"]
+        and engine["max_num_seqs"] == prompts * 8
+    )
+
+
 @pytest.mark.parametrize("gpu", ["A100", "H100"])
 def test_the_7b_config_of_one_gpu_fits_80_gb_because_of_phase_offload(gpu, capsys, tmp_path):
     """Its model folder is not there: the planner knows the name."""

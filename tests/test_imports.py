@@ -43,13 +43,24 @@ LAYERS = [
             "units",
             "updates",
             "watch",
+            "whereabouts",
         }
         | {"reports", "residency", "rewards", "tasks", "timeline", "weights"},
     ),
     ("engines", {"engines"}),
     (
         "schedule",
-        {"before_rollout", "evaluation", "exchange", "lanes", "rank_step", "response_rows", "schedule", "step"}
+        {
+            "before_rollout",
+            "evaluation",
+            "exchange",
+            "lanes",
+            "rank_step",
+            "response_rows",
+            "schedule",
+            "schedule_state",
+            "step",
+        }
         | {"step_settings", "vision"},
     ),
     (

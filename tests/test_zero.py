@@ -178,6 +178,14 @@ def test_two_ranks_equal_one_for_every_loss(pair, plain, name, stage):
     assert [m["loss"] for m in result["steps"]] == pytest.approx([m["loss"] for m in metrics], abs=1e-6)
 
 
+def test_no_loss_is_left_out():
+    from typing import get_args
+
+    from rollplex.grpo.losses import LossType
+
+    assert {settings.get("loss_type", "dapo") for settings in LOSSES.values()} == set(get_args(LossType))
+
+
 @pytest.mark.parametrize(("world", "stage"), either([(w, s) for w in ("solo", "pair") for s in ZERO], "gradient{}"))
 def test_spl_07_prefix_and_suffix_passes_with_checkpointing_give_the_whole_gradient(
     request, plain_gradient, world, stage

@@ -13,7 +13,9 @@ Case = Callable[..., Any]
 LOSSES = {
     "dapo": {}, "bnpo": {"loss_type": "bnpo", "num_mini_batches": 2}, "grpo": {"loss_type": "grpo"},
     "dr_grpo": {"loss_type": "dr_grpo", "scale_rewards": "batch"}, "dapo_parts": {"num_mini_batches": 2, "num_iterations": 2},
-    "reference": {"beta": 0.04}, "unshared": {"share_prefix": False},
+    "reference": {"beta": 0.04}, "unshared": {"share_prefix": False}, "bnpo_whole": {"loss_type": "bnpo"},
+    "dr_grpo_group": {"loss_type": "dr_grpo"}, "sequence": {"importance_sampling_level": "sequence", "num_iterations": 2},
+    "grpo_parts": {"loss_type": "grpo", "num_mini_batches": 2, "num_iterations": 2, "beta": 0.04},
 }  # fmt: skip
 """Settings under which two ranks must equal one."""
 

@@ -124,6 +124,8 @@ def settings_of(content: Mapping[str, Any], given: Mapping[str, Any]) -> RunSett
 
 def _engine(entry: Any, *, on_cpu: bool) -> dict[str, Any]:
     settings = arguments_of(entry)
+    if class_of(entry) == "RemoteEngine":  # its weights and K/V lie on another device
+        return {"engine": "remote"}
     if "VLLM" not in class_of(entry):
         found = {"engine": "torch", "releases_kv": settings.get("release_kv_cache", False)}
         return found | {k: settings[k] for k in ("max_num_seqs",) if k in settings}

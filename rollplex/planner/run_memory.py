@@ -143,6 +143,8 @@ def _chunks_share(m: ModelShape, s: RunSettings, per_element: int) -> float:
 
 
 def _engine_states(m: ModelShape, s: RunSettings) -> Iterator[State]:
+    if s.engine == "remote":
+        return
     released = s.releases_kv or KV_POOL in s.offload
     per_token = m.kv_bytes_per_token * s.itemsize / 2
     if s.engine == "vllm":

@@ -29,6 +29,8 @@ class Gate:
     def __init__(self, connection: Connection, counts: ForwardCounts) -> None:
         self._connection = connection
         self.counts = counts
+        self.elsewhere: Callable[[], float] = lambda: 0.0
+        """CPU seconds of other processes that work for this contender."""
         self._start: tuple[float, float] | None = None
         self._idle_cpu = 0.0
 
@@ -39,7 +41,7 @@ class Gate:
         """
         if self._start is not None:
             seconds = time.perf_counter() - self._start[0]
-            cpu = time.process_time() - self._start[1]
+            cpu = self._cpu() - self._start[1]
             self._start = None
             result = {
                 "step": seconds,
@@ -52,12 +54,15 @@ class Gate:
             self._connection.send(("done", result))
         else:
             self._connection.send(("ready", None))
-        asleep = time.process_time()
+        asleep = self._cpu()
         if self._connection.recv() == "stop":
             raise Stop
-        self._idle_cpu = time.process_time() - asleep
+        self._idle_cpu = self._cpu() - asleep
         self.counts.reset()
-        self._start = (time.perf_counter(), time.process_time())
+        self._start = (time.perf_counter(), self._cpu())
+
+    def _cpu(self) -> float:
+        return time.process_time() + self.elsewhere()
 
 
 def memory() -> dict[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import os
 import tempfile
 import warnings
 from collections.abc import Iterable
@@ -15,11 +16,12 @@ import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 
 from bench.gate import Gate, Missing
+from bench.worker import REMOTE
 from bench.workload import Workload, reward_of
 from rollplex import GRPOModule, Rollout, RollplexStrategy, Sample, VLMDataModule, VLMTask
 from rollplex.callbacks import GroupStreaming, PrefillReuse, PrefixOverlap, SharedWeights
 from rollplex.data.records import Prompt, Request, SamplingParams
-from rollplex.engines import VLLMEngine
+from rollplex.engines import RemoteEngine, VLLMEngine
 from rollplex.engines.base import RolloutEngine
 from rollplex.engines.torch_engine import TorchEngine
 from rollplex.step import GRPOStep
@@ -32,6 +34,8 @@ CONTENDERS: dict[str, tuple[list[type], dict[str, Any]]] = {
     "overlap": ([PrefixOverlap], {}),
     "overlap_streaming": ([PrefixOverlap, GroupStreaming], {}),
     "reuse_streaming": ([PrefillReuse, PrefixOverlap, GroupStreaming], {}),
+    "disaggregated": ([], {}),
+    "disaggregated_overlap": ([PrefixOverlap], {}),
 }
 """name -> (callbacks, settings of GRPOModule)."""
 
@@ -47,6 +51,22 @@ def engine_of(name: str, callbacks: list[type]) -> tuple[RolloutEngine, list[typ
         raise Missing("vLLM is not installed")
     # Memory is not short here, and no other contender gives its own back.
     return VLLMEngine(release_kv_cache=False), [SharedWeights, *callbacks]
+
+
+def disaggregated(engine: str, threads: int) -> tuple[RemoteEngine, int]:
+    """The engine on the first half of the cores, and the trainer's threads: it has the others."""
+    cores = sorted(os.sched_getaffinity(0))[: max(2, threads)]
+    if len(cores) < 2:
+        raise Missing("disaggregated placement needs two cores")
+    own = cores[: len(cores) // 2]
+    inner, _ = engine_of(engine, [])
+    return RemoteEngine(inner, cores=own), len(cores) - len(own)
+
+
+def cpu_seconds(pid: int) -> float:
+    """Of another process so far."""
+    after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(after_name[11]) + int(after_name[12])) / os.sysconf("SC_CLK_TCK")
 
 
 LANE_SETTINGS = ("rollout_threads", "train_threads", "admission")
@@ -107,6 +127,11 @@ class AskedSteps(Callback):
     def __init__(self, gate: Gate) -> None:
         self.gate = gate
 
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        engine = pl_module.colocation.engine
+        if isinstance(engine, RemoteEngine):
+            self.gate.elsewhere = lambda: cpu_seconds(engine.pid) if engine.pid else 0.0
+
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self.gate.arrive(lambda: step_details(pl_module.last, pl_module.colocation.timeline))
 
@@ -125,8 +150,12 @@ def run(gate: Gate, workload: Workload, contender: str, options: dict[str, Any])
     torch.set_num_threads(options["threads"])
     callbacks, settings = CONTENDERS[contender]
     given = {name: options[name] for name in LANE_SETTINGS if options[name] is not None}
-    engine, callbacks = engine_of(options["engine"], callbacks)
-    lanes = {"threads": options["threads"], **given}
+    threads = options["threads"]
+    if contender in REMOTE:
+        engine, threads = disaggregated(options["engine"], threads)
+    else:
+        engine, callbacks = engine_of(options["engine"], callbacks)
+    lanes = {"threads": threads, **given}
     strategy = RollplexStrategy(engine, **accepted(RollplexStrategy, lanes))
     settings = accepted(GRPOModule, {**settings, **options["settings"]})
     seed_everything(workload.seed, verbose=False)

@@ -17,6 +17,8 @@ from bench.gate import Gate, Missing, Stop
 from bench.workload import Workload
 
 OURS = ("serial_unshared", "serial", "overlap", "overlap_streaming", "reuse_streaming")
+REMOTE = ("disaggregated", "disaggregated_overlap")
+"""Rollplex with the engine in a process of its own, on cores of its own."""
 TRL = ("trl", "trl_tuned")
 
 QUIET = {
@@ -56,7 +58,7 @@ def serve(connection: Connection, log: str, contender: str, fields: dict[str, An
     try:
         workload = Workload(**fields)
         counts = counts_for(workload, options["folder"])
-        if contender in OURS:
+        if contender in (*OURS, *REMOTE):
             from bench.ours import run
         else:
             from bench.trl_side import run

@@ -1,0 +1,215 @@
+"""The authenticated line between a trainer and an engine process.
+
+Messages are pickles, and whoever may send one may run code: each side unpickles only after both have proved that they
+know the key (multiprocessing.connection's HMAC challenge). An engine process that the trainer starts listens on a Unix
+socket in a folder of its own, which only this user may enter, with a key made for it. One that was started elsewhere
+listens on loopback unless told otherwise; its key comes from a file or the environment. The line is authenticated and
+not encrypted: between machines it belongs on a private network.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import os
+import pickle
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing.connection import Client, Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+
+KEY_VARIABLE = "ROLLPLEX_ENGINE_KEY"
+"""Environment variable that holds the key, where no file does."""
+SHORTEST_KEY = 16
+GRACE = 5.0
+"""Seconds that an engine process may take to end by itself."""
+
+
+class EngineProcessError(RuntimeError):
+    """The engine process died, did not answer, or refused; says which, in what, and what to do."""
+
+
+def read_key(key_file: str | None) -> bytes:
+    """The shared secret of trainer and engine process. ValueError without one."""
+    if key_file is not None:
+        path = Path(key_file)
+        if not path.is_file():
+            raise ValueError(f"key_file={key_file!r} is no file: write a random key there (`openssl rand -hex 32`)")
+        key = path.read_bytes().strip()
+    else:
+        key = os.environ.get(KEY_VARIABLE, "").encode()
+    if len(key) < SHORTEST_KEY:
+        raise ValueError(
+            f"an engine at an address needs a key of at least {SHORTEST_KEY} bytes, the same on both sides: set "
+            f"key_file, or the environment variable {KEY_VARIABLE} (`openssl rand -hex 32` makes one)"
+        )
+    return key
+
+
+def parse_address(address: str) -> tuple[str, int]:
+    """HOST:PORT."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isdigit() or int(port) > 65535:
+        raise ValueError(f"address={address!r} must be HOST:PORT, for example 127.0.0.1:7011")
+    return host, int(port)
+
+
+def keep_alive(connection: Connection) -> None:
+    """Have the system notice a peer whose machine is gone, within a minute or so."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as line:
+        if line.family not in (socket.AF_INET, socket.AF_INET6):
+            return
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for name, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
+            if hasattr(socket, name):
+                line.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def own_host(connection: Connection) -> str:
+    """This side's address on the line: what the other one can reach it by."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as line:
+        return str(line.getsockname()[0]) if line.family in (socket.AF_INET, socket.AF_INET6) else "127.0.0.1"
+
+
+class EngineProcess:
+    """A process on this machine that runs the engine server, a child of this one."""
+
+    def __init__(self, *, device: str, cores: Sequence[int] | None, threads: int | None) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="rollplex-engine-")  # 0700
+        self.address = str(Path(self._folder.name) / "line")
+        self._stores = itertools.count()
+        self.key = secrets.token_bytes(32)
+        command = [sys.executable, "-m", "rollplex.engines.remote_server", "--child", self.address]
+        command += ["--device", device.partition(":")[0]]
+        command += ["--threads", str(threads)] if threads else []
+        command += ["--cores", ",".join(map(str, cores))] if cores else []
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, env=_environment(device))
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):  # it died at once; `connect` says so
+            self.process.stdin.write(self.key)
+            self.process.stdin.close()
+
+    def new_store(self) -> str:
+        """A file in which the two sides of a process group find each other."""
+        return str(Path(self._folder.name) / f"store-{next(self._stores)}")
+
+    def connect(self, limit: float) -> Connection:
+        end = time.monotonic() + limit
+        while True:
+            try:
+                return Client(self.address, "AF_UNIX", authkey=self.key)
+            except OSError:  # it does not listen yet
+                self._check_alive("while it started")
+            if time.monotonic() > end:
+                raise EngineProcessError(f"the engine process did not come up within {limit:g} s: raise start_timeout")
+            time.sleep(0.02)
+
+    def _check_alive(self, when: str) -> None:
+        if self.process.poll() is not None:
+            raise EngineProcessError(f"{self.fate()} {when}; what it printed is above")
+
+    def fate(self) -> str:
+        """How it ended, or that it runs."""
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout=1.0)
+        code = self.process.returncode
+        who = f"the engine process (pid {self.process.pid})"
+        if code is None:
+            return f"{who} closed its line"
+        if code < 0:
+            hint = " (out of memory?)" if code == -signal.SIGKILL else ""
+            return f"{who} was ended by {signal.Signals(-code).name}{hint}"
+        return f"{who} ended with exit code {code}"
+
+    def end(self) -> None:
+        """Gone when this returns. Safe to call twice."""
+        try:
+            self.process.wait(timeout=GRACE)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self._folder.cleanup()
+
+
+def _environment(device: str) -> dict[str, str]:
+    """Of a child: it sees the one GPU that it is to have, and nothing of the trainer's process group."""
+    environment = dict(os.environ)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "LOCAL_WORLD_SIZE"):
+        environment.pop(name, None)
+    kind, _, index = device.partition(":")
+    if kind == "cuda" and index:
+        visible = environment.get("CUDA_VISIBLE_DEVICES", "")
+        environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[int(index)] if visible else index
+    return environment
+
+
+class Elsewhere:
+    """An engine server that somebody else started, at an address."""
+
+    def __init__(self, address: str, key: bytes) -> None:
+        self.host, self.port = parse_address(address)
+        self.key = key
+
+    def connect(self, limit: float) -> Connection:
+        end = time.monotonic() + limit
+        while True:
+            try:
+                connection = Client((self.host, self.port), "AF_INET", authkey=self.key)
+            except OSError as error:
+                if time.monotonic() > end:
+                    raise EngineProcessError(
+                        f"no engine server answers at {self.host}:{self.port} ({error}): start `python -m "
+                        f"rollplex.engines.remote_server --address {self.host}:{self.port}` there"
+                    ) from error
+                time.sleep(0.2)
+            else:
+                keep_alive(connection)
+                return connection
+
+    def fate(self) -> str:
+        return f"the engine server at {self.host}:{self.port} is gone"
+
+    def end(self) -> None:
+        pass
+
+
+Place = EngineProcess | Elsewhere
+
+
+class _Pickler(pickle.Pickler):
+    """Tensors travel as numpy arrays: in the message itself, and an order of magnitude faster than torch's own way."""
+
+    def reducer_override(self, thing: Any) -> Any:
+        if isinstance(thing, torch.Tensor):
+            return _tensor, (thing.detach().cpu().contiguous().numpy(),)
+        return NotImplemented
+
+
+def _tensor(array: Any) -> torch.Tensor:
+    """A copy, aligned as torch's own: unaligned ones are summed in another order."""
+    return torch.from_numpy(array).clone()
+
+
+def send(connection: Connection, message: Any) -> None:
+    """OSError when the other side is gone."""
+    buffer = io.BytesIO()
+    _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(message)
+    connection.send_bytes(buffer.getbuffer())
+
+
+def receive(connection: Connection, limit: float | None) -> Any:
+    """The next message; None when none comes in `limit` seconds. EOFError or OSError when the other side is gone."""
+    if limit is not None and not wait([connection], limit):
+        return None
+    return pickle.loads(connection.recv_bytes())

@@ -1,0 +1,256 @@
+"""The engine's side of `RemoteEngine`: a process that owns one engine and its copy of the weights.
+
+    python -m rollplex.engines.remote_server --address 127.0.0.1:7011 --key-file engine.key
+
+serves one trainer and ends with it. Between its commands the engine decodes on by itself: it waits for nobody.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import pickle
+import select
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, Listener
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rollplex.data.records import Rollout
+from rollplex.engines.base import EngineContext, RolloutEngine, WindowState
+from rollplex.engines.remote_link import GRACE, keep_alive, own_host, parse_address, read_key, receive, send
+from rollplex.engines.remote_messages import EngineState, Refused, Reply, Start, Update
+from rollplex.engines.remote_weights import ENGINE, ModelSpec, WeightChannel, connect, tensors_of
+from rollplex.models.split_model import SplitModel
+
+
+@dataclass
+class Server:
+    """Answers one trainer."""
+
+    connection: Connection
+    device: torch.device
+    engine: RolloutEngine | None = None
+    weights: WeightChannel | None = None
+    model: SplitModel | None = None
+    spec: ModelSpec | None = None
+    commands: dict[str, Callable[..., Any]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.commands = {
+            "start": self._start, "receive": self._receive, "submit": self._submit, "abort": self._abort,
+            "close": self._close,
+        }  # fmt: skip
+
+    def serve(self) -> None:
+        """Until the trainer says goodbye or is gone."""
+        while True:
+            busy = self.engine is not None and self._state().window is not WindowState.IDLE
+            message = receive(self.connection, 0.0 if busy else None)
+            if message is not None:
+                name, arguments = message
+                if name == "goodbye":
+                    return
+                self._answer(name, arguments)
+            elif busy:
+                self._step()
+
+    def _answer(self, name: str, arguments: tuple[Any, ...]) -> None:
+        try:
+            value = self.commands[name](*arguments)
+        except Exception as error:
+            self._refuse(error)
+        else:
+            send(self.connection, Reply(value, self._state()))
+
+    def _step(self) -> None:
+        engine = self._engine
+        try:
+            finished = tuple(engine.step())
+        except Exception as error:
+            with suppress(Exception):
+                self._engine.abort()  # nothing may go on after it
+            self._refuse(error)
+        else:
+            send(self.connection, Update(finished, self._state()))
+
+    def _refuse(self, error: Exception) -> None:
+        text = traceback.format_exc()
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:
+            sendable = None
+        else:
+            sendable = error
+        send(self.connection, Refused(sendable, text, self._state()))
+
+    def _state(self) -> EngineState:
+        if self.engine is None:
+            return EngineState()
+        try:
+            return EngineState(self.engine.window, self.engine.num_running, self.engine.progress)
+        except Exception:  # of an engine that failed, or is closed
+            return EngineState()
+
+    @property
+    def _engine(self) -> RolloutEngine:
+        assert self.engine is not None, "the engine is not started"
+        return self.engine
+
+    # ---- commands ----
+
+    def _start(self, start: Start) -> None:
+        """Build the model, fill it, and start the engine on it."""
+        self._close()
+        store: Any
+        if start.store is not None:
+            store = dist.FileStore(start.store, 2)
+        else:
+            store = dist.TCPStore(own_host(self.connection), 0, None, is_master=True, wait_for_workers=False)
+        send(self.connection, Reply(getattr(store, "port", None), self._state()))
+        device = self.device if start.over_nccl else torch.device("cpu")
+        with self._in_step():
+            self.weights = connect(
+                store, ENGINE, device, host=own_host(self.connection), bucket_bytes=start.bucket_bytes,
+                timeout=start.timeout,
+            )  # fmt: skip
+            self.spec, self.model = start.model, start.model.build(self.device)
+            self.weights.pull(tensors_of(self.model, self.spec, everything=True))
+        self.engine = start.engine
+        share_weights(self.engine)
+        self.engine.start(EngineContext(model=self.model, processor=start.processor, device=self.device))
+
+    def _receive(self, version: int) -> int:
+        """New weights; returns their bytes."""
+        assert self._engine.window is WindowState.IDLE, "weights may change only between rollouts"
+        assert self.weights is not None and self.model is not None and self.spec is not None
+        send(self.connection, Reply(None, self._state()))  # from here on both sides are in the group's calls
+        with self._in_step():
+            received = self.weights.pull(tensors_of(self.model, self.spec, everything=False))
+        self.model.version = version
+        self._engine.publish(version)
+        return received
+
+    @contextmanager
+    def _in_step(self) -> Iterator[None]:
+        """While both sides are in the group's calls: an error here must not leave the trainer waiting in one."""
+        try:
+            yield
+        except BaseException:
+            self.weights = None
+            gc.collect()
+            raise
+
+    def _submit(self, requests: Sequence[Any]) -> None:
+        self._engine.submit(requests)
+
+    def _abort(self) -> list[Rollout]:
+        return self._engine.abort()
+
+    def _close(self) -> None:
+        engine, self.engine, self.weights, self.model = self.engine, None, None, None
+        if engine is not None:
+            engine.close()
+
+
+def share_weights(engine: RolloutEngine) -> None:
+    """vLLM computes on the received tensors: the process has no other use for them."""
+    from rollplex.engines.vllm_engine import VLLMEngine
+
+    if isinstance(engine, VLLMEngine):
+        from rollplex.engines.vllm_sharing import SharedWeights
+
+        engine.bind(SharedWeights())
+
+
+# ---- the process ----
+
+
+def end_with_trainer(connection: Connection, parent: int | None) -> None:
+    """A thread that ends this process once the trainer is gone, even if the engine is stuck in a step.
+
+    parent: of a child, whose line a forked data loader of a killed trainer may still hold open.
+    """
+
+    def watch() -> None:
+        poll = select.poll()
+        poll.register(connection.fileno(), getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR)
+        while not poll.poll(500) and (parent is None or os.getppid() == parent):
+            pass
+        time.sleep(GRACE)  # the main thread sees it too, unless it is stuck
+        os._exit(1)
+
+    threading.Thread(target=watch, name="rollplex-watch", daemon=True).start()
+
+
+def accept(listener: Listener) -> Connection:
+    """The first trainer that knows the key."""
+    while True:
+        try:
+            connection = listener.accept()
+        except (AuthenticationError, EOFError, ConnectionError) as error:
+            print(f"rollplex engine: a caller was turned away: {error or type(error).__name__}", file=sys.stderr)
+        else:
+            assert isinstance(connection, Connection)
+            return connection
+
+
+def parser() -> argparse.ArgumentParser:
+    about = "An engine that a trainer at another place uses (RemoteEngine with `address`)."
+    p = argparse.ArgumentParser(prog="python -m rollplex.engines.remote_server", description=about)
+    where = p.add_mutually_exclusive_group(required=True)
+    where.add_argument("--address", help="HOST:PORT to listen at; any other host than loopback opens it to the network")
+    where.add_argument("--child", metavar="SOCKET", help=argparse.SUPPRESS)
+    p.add_argument("--key-file", help="file with the shared secret; without it ROLLPLEX_ENGINE_KEY of the environment")
+    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    p.add_argument("--cores", help="CPU cores to stay on, for example 0,1")
+    p.add_argument("--threads", type=int, help="intra-op threads; default: as many as cores")
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parser().parse_args(argv)
+    if arguments.cores:
+        os.sched_setaffinity(0, {int(core) for core in arguments.cores.split(",")})
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(arguments.threads or cores)
+    if arguments.child:
+        parent, address, family, key = os.getppid(), arguments.child, "AF_UNIX", sys.stdin.buffer.read()
+    else:
+        try:
+            key = read_key(arguments.key_file)
+            parent, address, family = None, parse_address(arguments.address), "AF_INET"
+        except ValueError as error:
+            print(f"rollplex engine: {error}", file=sys.stderr)
+            return 2
+    with Listener(address, family, authkey=key) as listener:
+        if family == "AF_INET":
+            print(f"rollplex engine: waiting for a trainer at {arguments.address}", flush=True)
+        connection = accept(listener)
+    if family == "AF_INET":
+        keep_alive(connection)
+    end_with_trainer(connection, parent)
+    server = Server(connection, torch.device(arguments.device))
+    try:
+        server.serve()
+    except (EOFError, OSError):  # the trainer is gone
+        pass
+    server._close()
+    connection.close()
+    return 0
+
+
+if __name__ == "__main__":
+    from rollplex.engines import remote_server  # what is pickled has the module's own name
+
+    sys.exit(remote_server.main())

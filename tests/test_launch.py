@@ -1,0 +1,144 @@
+"""How a run of several ranks is started: by Lightning, by torchrun, by SLURM; and that docs/scaling.md names what exists."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rollplex.cli import main
+
+ROOT = Path(__file__).resolve().parent.parent
+SCALING = (ROOT / "docs" / "scaling.md").read_text()
+BIN = Path(sys.executable).parent
+
+
+def start(launcher: str, arguments: list[str], folder: Path) -> None:
+    """`rollplex` on two ranks; fails with their output."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    rollplex = [str(BIN / "rollplex"), *arguments]
+    if launcher == "lightning":
+        commands, environments = [rollplex], [environment]
+    elif launcher == "torchrun":
+        commands = [[str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2", "-m", "rollplex", *arguments]]
+        environments = [environment]
+    else:  # what srun sets for two tasks of one node
+        job = {
+            "SLURM_JOB_ID": "4711", "SLURM_JOB_NAME": "rollplex", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2",
+            "SLURM_JOB_NODELIST": "localhost", "SLURM_NODELIST": "localhost", "SLURM_NODEID": "0",
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+        }  # fmt: skip
+        commands = [rollplex, rollplex]
+        environments = [environment | job | {"SLURM_PROCID": r, "SLURM_LOCALID": r} for r in ("0", "1")]
+    logs = [folder / f"{launcher}.{i}.log" for i in range(len(commands))]
+    processes = [
+        subprocess.Popen(command, cwd=folder, env=env, stdout=log.open("w"), stderr=subprocess.STDOUT)
+        for command, env, log in zip(commands, environments, logs, strict=True)
+    ]
+    try:
+        codes = [process.wait(timeout=400) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert codes == [0] * len(codes), "\n".join(log.read_text()[-4000:] for log in logs)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("launcher", ["lightning", "torchrun", "slurm"])
+def test_two_ranks_of_the_digits_config(launcher, tmp_path):
+    """Two steps under ZeRO-2, a checkpoint, and one more step from it."""
+    pytest.importorskip("deepspeed")
+    from rollplex.models.tiny import build_tiny
+
+    build_tiny(tmp_path / "models" / "tiny-digits")
+    config = ["--config", str(ROOT / "configs" / "digits_zero2_cpu.yaml"), "--trainer.devices", "2"]
+    short = ["--trainer.limit_val_batches", "0"]
+    start(launcher, ["fit", *config, *short, "--trainer.max_steps", "2"], tmp_path)
+    start(launcher, ["fit", *config, *short, "--ckpt_path", "last", "--trainer.max_steps", "3"], tmp_path)
+    mark = next(tmp_path.rglob("checkpoints/last.ckpt"))
+    assert mark.is_dir() and len(list(mark.rglob("*optim_states.pt"))) == 2  # a shard of each rank
+
+
+# ---- the page ----
+
+
+def test_what_the_page_on_scaling_names_exists():
+    for path in re.findall(r"(?:configs|scripts|docs)/\w+\.\w+", SCALING):
+        assert (ROOT / path).exists(), path
+    subprocess.run(["bash", "-n", str(ROOT / "scripts" / "train.sbatch")], check=True)
+
+
+def test_every_run_on_the_page_parses(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    lines = [
+        line
+        for block in re.findall(r"```bash\n(.*?)```", SCALING, re.S)
+        for line in block.replace("\\\n", "").splitlines()
+    ]
+    runs = [
+        re.split(r"\brollplex fit\b", line.partition("#")[0])[1].split() for line in lines if "rollplex fit" in line
+    ]
+    assert len(runs) >= 4
+    for arguments in runs:
+        with pytest.raises(SystemExit) as end:
+            main(["fit", *arguments, "--print_config"])
+        assert end.value.code == 0, arguments
+        assert yaml.safe_load(capsys.readouterr().out)["model"]
+
+
+def test_settings_and_defaults_on_the_page_are_those_of_the_code():
+    import inspect
+
+    from rollplex import GRPOModule, RollplexDDPStrategy
+    from rollplex.engines import RemoteEngine
+
+    def default(owner: type, name: str) -> float:
+        return inspect.signature(owner).parameters[name].default
+
+    found = {
+        "`rollout_timeout`": default(RollplexDDPStrategy, "rollout_timeout"),
+        "`collective_timeout`": default(RollplexDDPStrategy, "collective_timeout"),
+        "`reward_timeout`": default(GRPOModule, "reward_timeout"),
+    }
+    for name, seconds in found.items():
+        assert re.search(rf"\| {name} \|[^|]*\| {seconds:.0f} s \|", SCALING), name
+    pair = f"{default(RemoteEngine, 'timeout'):.0f} s, {default(RemoteEngine, 'start_timeout'):.0f} s"
+    assert f"| `RemoteEngine` | {pair} |" in SCALING
+
+
+def test_a_wrong_setting_is_one_line_and_any_other_error_keeps_its_traceback(monkeypatch, capsys, tmp_path):
+    from rollplex.models.tiny import build_tiny
+
+    build_tiny(tmp_path / "models" / "tiny-digits")
+    monkeypatch.chdir(tmp_path)
+    fit = ["fit", "--config", str(ROOT / "configs" / "digits_cpu.yaml"), "--trainer.logger", "false"]
+    for wrong, words in (
+        (["--trainer.devices", "2"], "strategy=rollplex uses one device"),
+        (["--model.init_args.num_mini_batches", "1000"], "num_mini_batches=1000 is more than"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["rollplex", *fit, *wrong])
+        with pytest.raises(SystemExit) as end:
+            main()
+        err = capsys.readouterr().err
+        assert end.value.code == 2 and f"error: {words}" in err and "Traceback" not in err
+        with pytest.raises(ValueError, match=re.escape(words)):  # from Python it is the error itself
+            main([*fit, *wrong])
+        monkeypatch.setenv("ROLLPLEX_TRACEBACK", "1")
+        with pytest.raises(ValueError, match=re.escape(words)):
+            main()
+        monkeypatch.delenv("ROLLPLEX_TRACEBACK")
+    monkeypatch.setattr("rollplex.tasks.digits.Digits.samples", lambda self, split: int("x"))
+    monkeypatch.setattr(sys, "argv", ["rollplex", *fit])
+    with pytest.raises(ValueError, match="invalid literal"):
+        main()
