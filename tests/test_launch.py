@@ -123,21 +123,18 @@ def test_a_wrong_setting_is_one_line_and_any_other_error_keeps_its_traceback(mon
     build_tiny(tmp_path / "models" / "tiny-digits")
     monkeypatch.chdir(tmp_path)
     fit = ["fit", "--config", str(ROOT / "configs" / "digits_cpu.yaml"), "--trainer.logger", "false"]
-    for wrong, words in (
-        (["--trainer.devices", "2"], "strategy=rollplex uses one device"),
-        (["--model.init_args.num_mini_batches", "1000"], "num_mini_batches=1000 is more than"),
-    ):
-        monkeypatch.setattr(sys, "argv", ["rollplex", *fit, *wrong])
-        with pytest.raises(SystemExit) as end:
-            main()
-        err = capsys.readouterr().err
-        assert end.value.code == 2 and f"error: {words}" in err and "Traceback" not in err
-        with pytest.raises(ValueError, match=re.escape(words)):  # from Python it is the error itself
-            main([*fit, *wrong])
-        monkeypatch.setenv("ROLLPLEX_TRACEBACK", "1")
-        with pytest.raises(ValueError, match=re.escape(words)):
-            main()
-        monkeypatch.delenv("ROLLPLEX_TRACEBACK")
+    wrong, words = ["--trainer.devices", "2"], "strategy=rollplex uses one device"
+    monkeypatch.setattr(sys, "argv", ["rollplex", *fit, *wrong])
+    with pytest.raises(SystemExit) as end:
+        main()
+    err = capsys.readouterr().err
+    assert end.value.code == 2 and f"error: {words}" in err and "Traceback" not in err
+    with pytest.raises(ValueError, match=words):  # from Python it is the error itself
+        main([*fit, *wrong])
+    monkeypatch.setenv("ROLLPLEX_TRACEBACK", "1")
+    with pytest.raises(ValueError, match=words):
+        main()
+    monkeypatch.delenv("ROLLPLEX_TRACEBACK")
     monkeypatch.setattr("rollplex.tasks.digits.Digits.samples", lambda self, split: int("x"))
     monkeypatch.setattr(sys, "argv", ["rollplex", *fit])
     with pytest.raises(ValueError, match="invalid literal"):

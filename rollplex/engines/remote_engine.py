@@ -62,6 +62,8 @@ class RemoteEngine(RolloutEngine):
         timeout: Seconds it may take to answer, or to take over weights.
     """
 
+    needs_whole_weights = True
+
     def __init__(
         self,
         engine: RolloutEngine | None = None,
@@ -137,8 +139,6 @@ class RemoteEngine(RolloutEngine):
 
     def start(self, context: EngineContext) -> None:
         assert self._line is None, "the engine was started already"
-        if context.model.shards is not None and context.model.shards.topology.train_tp > 1:
-            raise ValueError("RemoteEngine gets whole weights, and the trainer's are split: set train_tp to 1")
         self._dead = None
         self._model: SplitModel = context.model
         self._spec = ModelSpec.of(context.model)
