@@ -132,23 +132,27 @@ def check_same_settings(module: Any, datamodule: Any, ranks: Ranks) -> None:
                 )
 
 
-class WithColocation:
-    """The part of a strategy with whole weights that owns a colocation."""
+class LastWords:
+    """The part of a strategy that tells the other ranks why this one fails, and of them where they are."""
 
     colocation: Colocation
-    ranks: Ranks
+
+    def on_exception(self, exception: BaseException) -> None:
+        tell_of_ranks(exception, self.colocation.executor.where)
+        super().on_exception(exception)  # type: ignore[misc]
+
+
+class WithColocation(LastWords):
+    """The part of a strategy with whole weights that owns a colocation."""
+
     lightning_module: Any
 
     def whole_model(self) -> SplitModel:
         """The policy with whole weights."""
         return self.lightning_module.actor
 
-    def on_exception(self, exception: BaseException) -> None:
-        tell_of_ranks(exception, self.ranks.where)
-        super().on_exception(exception)  # type: ignore[misc]
-
     def teardown(self) -> None:
-        self.ranks.where.close()
+        self.colocation.executor.where.close()
         self.colocation.close()
         if hasattr(self.lightning_module, "close_rewards"):
             self.lightning_module.close_rewards()

@@ -17,7 +17,14 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, Strateg
 from torch import nn
 
 from rollplex import deepspeed_checkpoints as checkpoints
-from rollplex.colocation import check_module, check_same_model, check_same_settings, check_trainer, make_colocation
+from rollplex.colocation import (
+    LastWords,
+    check_module,
+    check_same_model,
+    check_same_settings,
+    check_trainer,
+    make_colocation,
+)
 from rollplex.deepspeed_gradients import ShardedGradients
 from rollplex.deepspeed_offload import StateOffload, WithStateOffload
 from rollplex.deepspeed_tensor_parallel import WithTensorParallel, forget_groups, section
@@ -29,7 +36,6 @@ from rollplex.models.split_model import SplitModel
 from rollplex.ranks import Ranks
 from rollplex.tensor_parallel import TensorParallel, check_degrees
 from rollplex.updates import GradientUpdate, WholeGradients
-from rollplex.whereabouts import tell_of_ranks
 
 NEVER = 10**9
 
@@ -44,7 +50,7 @@ class _Precision(DeepSpeedPrecision):
         return data
 
 
-class RollplexDeepSpeedStrategy(WithTensorParallel, WithStateOffload, DeepSpeedStrategy):
+class RollplexDeepSpeedStrategy(WithTensorParallel, WithStateOffload, LastWords, DeepSpeedStrategy):
     """Use as `strategy: rollplex_zero1`, `rollplex_zero2` or `rollplex_zero3`, or with settings as a class_path.
 
     Each rank takes its groups of a rollout batch, with an engine of its own; gradients are reduced once per update.
@@ -68,8 +74,7 @@ class RollplexDeepSpeedStrategy(WithTensorParallel, WithStateOffload, DeepSpeedS
             ends with an error; None waits forever.
         gather_bucket_bytes: Most bytes of parameters gathered at once for the engine's copy (stage 3).
         zero_optimization: More entries of DeepSpeed's section of that name.
-        collective_timeout: Seconds after which a collective that some rank does not come to is an error, which names
-            the rank, its phase and its unit.
+        collective_timeout: Seconds after which a collective that some rank does not come to is an error; it names the rank.
         process_group_backend: None is NCCL on CUDA, gloo on a CPU.
     """
 
@@ -321,10 +326,6 @@ class RollplexDeepSpeedStrategy(WithTensorParallel, WithStateOffload, DeepSpeedS
             return state
         module.load_state_dict(checkpoints.whole_state_dict(path))
         return checkpoints.client_state(path)
-
-    def on_exception(self, exception: BaseException) -> None:
-        tell_of_ranks(exception, self.colocation.executor.where)
-        super().on_exception(exception)
 
     def teardown(self) -> None:
         self.colocation.executor.where.close()
