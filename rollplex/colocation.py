@@ -105,6 +105,12 @@ def check_module(module: Any, strategy: str) -> None:
         )
 
 
+def check_same(module: Any, datamodule: Any, ranks: Ranks) -> None:
+    """ValueError on every rank unless all have the same model, settings and rows. A collective."""
+    check_same_model(module, ranks)
+    check_same_settings(module, datamodule, ranks)
+
+
 def check_same_model(module: Any, ranks: Ranks) -> None:
     """Ranks load the model themselves: a node with an older folder would train another one."""
     prints = ranks.gather(module._reference_print)

@@ -9,14 +9,7 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
 from rollplex.checkpoints import AtomicCheckpointIO
-from rollplex.colocation import (
-    WithColocation,
-    check_module,
-    check_same_model,
-    check_same_settings,
-    check_trainer,
-    make_colocation,
-)
+from rollplex.colocation import WithColocation, check_module, check_same, check_trainer, make_colocation
 from rollplex.engines.base import RolloutEngine
 from rollplex.ranks import Ranks
 from rollplex.trainer_states import WithTrainerStates
@@ -80,8 +73,7 @@ class RollplexDDPStrategy(WithTrainerStates, WithColocation, DDPStrategy):
         module: Any = self.lightning_module
         check_module(module, self.strategy_name)
         self.ranks = Ranks.connect(self._timeout)
-        check_same_model(module, self.ranks)
-        check_same_settings(module, trainer.datamodule, self.ranks)
+        check_same(module, trainer.datamodule, self.ranks)
         self.gradients = WholeGradients(self.ranks)
         self.colocation.executor.stops_together = not self.ranks.alone
         self.colocation.executor.where = self.ranks.where

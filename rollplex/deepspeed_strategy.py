@@ -17,14 +17,7 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, Strateg
 from torch import nn
 
 from rollplex import deepspeed_checkpoints as checkpoints
-from rollplex.colocation import (
-    LastWords,
-    check_module,
-    check_same_model,
-    check_same_settings,
-    check_trainer,
-    make_colocation,
-)
+from rollplex.colocation import LastWords, check_module, check_same, check_trainer, make_colocation
 from rollplex.deepspeed_gradients import ShardedGradients
 from rollplex.deepspeed_offload import StateOffload, WithStateOffload
 from rollplex.deepspeed_tensor_parallel import WithTensorParallel, forget_groups, section
@@ -74,7 +67,7 @@ class RollplexDeepSpeedStrategy(WithTensorParallel, WithStateOffload, LastWords,
             ends with an error; None waits forever.
         gather_bucket_bytes: Most bytes of parameters gathered at once for the engine's copy (stage 3).
         zero_optimization: More entries of DeepSpeed's section of that name.
-        collective_timeout: Seconds after which a collective that some rank does not come to is an error; it names the rank.
+        collective_timeout: Seconds after which a collective that some rank does not come to is an error.
         process_group_backend: None is NCCL on CUDA, gloo on a CPU.
     """
 
@@ -171,8 +164,7 @@ class RollplexDeepSpeedStrategy(WithTensorParallel, WithStateOffload, LastWords,
             )
         self.precision_plugin = _Precision("32-true")
         everyone = self._connect(module)
-        check_same_model(module, everyone)
-        check_same_settings(module, trainer.datamodule, everyone)
+        check_same(module, trainer.datamodule, everyone)
         executor = self.colocation.executor
         executor.stops_together = not everyone.alone
         executor.where = everyone.where
