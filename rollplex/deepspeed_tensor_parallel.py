@@ -18,7 +18,7 @@ from rollplex.models.replica import Replica
 from rollplex.models.split_model import SplitModel
 from rollplex.ranks import Ranks
 from rollplex.rewards.runner import RewardRunner
-from rollplex.tensor_parallel import SharedRewards, TensorParallel, check_model, partition_config
+from rollplex.tensor_parallel import SharedRewards, TensorParallel, check_model, check_names, partition_config
 from rollplex.topology import Topology
 from rollplex.units import ACTOR_KINDS, UnitKind
 
@@ -67,7 +67,7 @@ class WithTensorParallel:
     gather_bucket_bytes: int
     world_size: int
     root_device: torch.device
-    _timeout: timedelta
+    _timeout: timedelta | None
     _whole_shapes: dict[str, tuple[int, ...]]
 
     @property
@@ -79,6 +79,7 @@ class WithTensorParallel:
         """All ranks; `self.ranks` are those that have other rows than this one."""
         topology = self.topology
         check_model(module.actor.config, topology)
+        check_names((name for name, _ in module.policy.named_parameters()), topology)
         if topology.block == 1:
             self.parallel = None
             self.ranks = Ranks.connect(self._timeout)

@@ -274,7 +274,7 @@ class GRPOModule(WithRandomStates, WithEvaluation, LightningModule):
         groups = [step.groups[g] for g in sorted(step.groups)]
         times = time_metrics(colocation.timeline, time.perf_counter() - start, step.tokens)
         own = step_tallies(step) | tallies(times | admission_metrics(colocation.executor.admission))
-        own |= tallies({"rows_skipped": float(len(self.trainer.datamodule.bad_rows))}, "sum")  # type: ignore[attr-defined]
+        own |= tallies({"rows_skipped": float(len(self.trainer.datamodule.bad_rows))}, "sum")
         metrics |= values(merge(ranks.gather(own | tallies(colocation.watch.metrics()))))
         check_names(metrics)
         for name, value in metrics.items():
@@ -308,7 +308,7 @@ class GRPOModule(WithRandomStates, WithEvaluation, LightningModule):
     @property
     def gradient_update(self) -> GradientUpdate:
         """What the strategy does with accumulated gradients."""
-        return self.trainer.strategy.gradients  # type: ignore[attr-defined]
+        return self.trainer.strategy.gradients
 
     @property
     def colocation(self) -> Any:

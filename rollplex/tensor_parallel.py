@@ -82,6 +82,15 @@ def check_model(config: Any, topology: Topology) -> None:
             raise ValueError(f"train_tp={tp} does not divide the model's {name}={size}; set it to a divisor")
 
 
+def check_names(names: Iterable[str], topology: Topology) -> None:
+    """Raise ValueError where nothing would be split."""
+    if topology.train_tp > 1 and all(split_dim(name) is None for name in names):
+        raise ValueError(
+            f"train_tp={topology.train_tp}: the model has no parameter that is split ({', '.join((*COLUMN, *ROW))} of "
+            "its language model, by these names; adapters give them others); set train_tp to 1"
+        )
+
+
 def merge(shards: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Whole tensors from those of all ranks of a trainer, in their order."""
     return {name: join(name, [shard[name] for shard in shards]) for name in shards[0]}
@@ -158,7 +167,7 @@ class TensorParallel:
     shards: Shards
 
     @classmethod
-    def connect(cls, topology: Topology, timeout: timedelta) -> TensorParallel:
+    def connect(cls, topology: Topology, timeout: timedelta | None) -> TensorParallel:
         """A collective of all processes."""
         process = dist.get_rank()
         train_group = _group(topology.train_groups(), timeout)
@@ -197,7 +206,7 @@ class TensorParallel:
                 gradient.copy_(mean.view_as(gradient))
 
 
-def _group(groups: Sequence[Sequence[int]], timeout: timedelta) -> Any:
+def _group(groups: Sequence[Sequence[int]], timeout: timedelta | None) -> Any:
     """This process's group of the default backend; every process makes all of them, in one order."""
     mine = None
     if all(len(members) == 1 for members in groups):

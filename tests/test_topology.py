@@ -12,7 +12,7 @@ from test_ranks import together
 from rollplex.data.records import PrefixPass, Request, Rollout, SamplingParams
 from rollplex.exchange import Exchange
 from rollplex.lockstep import Lockstep
-from rollplex.tensor_parallel import SharedRewards, check_model, join, merge, partition_config, split_dim
+from rollplex.tensor_parallel import SharedRewards, check_model, check_names, join, merge, partition_config, split_dim
 from rollplex.topology import Topology
 from rollplex.units import UnitKind
 
@@ -100,6 +100,13 @@ def test_names_are_split_as_autotp_is_told():
                 if re.match(pattern, name)
             ]
             assert found == ([] if dim is None else [dim])
+
+
+def test_a_model_without_anything_to_split_is_refused():
+    names = ["model.language_model.layers.0.self_attn.q_proj.base_layer.weight", "lm_head.weight"]
+    check_names(names, Topology(2))
+    with pytest.raises(ValueError, match="train_tp=2: the model has no parameter that is split"):
+        check_names(names, Topology(2, 2))
 
 
 def test_shards_are_put_together_again():

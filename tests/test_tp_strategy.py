@@ -95,8 +95,9 @@ def test_shared_weights_are_the_copied_ones(split_folders, tmp_path, train_tp, r
         assert min(copied["copied"]) >= shared["engine_bytes"]
 
 
-def test_each_data_parallel_rank_has_an_engine_of_its_own(split_folders, tmp_path):
-    reports, weights = launch(tmp_path, split_folders[2], 2, 1, 1, 0)
+@pytest.mark.parametrize("stage", [0, 2])
+def test_each_data_parallel_rank_has_an_engine_of_its_own(split_folders, tmp_path, stage):
+    reports, weights = launch(tmp_path, split_folders[2], 2, 1, 1, stage)
     check(reports, weights)
     assert [report["own_bytes"] for report in reports] == [0, 0]
     assert reports[0]["tokens"] != reports[1]["tokens"]  # other prompts

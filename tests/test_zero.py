@@ -388,6 +388,12 @@ def test_ckpt_06_exports_load_with_plain_transformers(request, world, name, tiny
         AutoProcessor.from_pretrained(folder)
 
 
+def test_a_trainer_of_more_ranks_than_were_started_is_refused(parity_folder, tmp_path):
+    strategy = RollplexDeepSpeedStrategy(2, train_tp=2)
+    with pytest.raises(ValueError, match="need a multiple of 2 processes, but 1 were started"):
+        run(parity_folder, tmp_path, trainer={"strategy": strategy, "devices": 1})
+
+
 # ---- states ----
 
 
@@ -405,9 +411,12 @@ def test_dist_07_offload_and_reload_change_nothing(solo, stage):
         }
 
 
-@pytest.mark.parametrize("stage", of("solo", (0, 1, 2), "phases{}"))
-def test_offload_by_phase_changes_no_bit(solo, stage):
-    result = solo[f"phases{stage}"]
+@pytest.mark.parametrize(
+    ("world", "case"),
+    either([("solo", "phases0"), ("solo", "phases1"), ("solo", "phases2"), ("pair", "tensor_phases2")], "{}"),
+)
+def test_offload_by_phase_changes_no_bit(request, world, case):
+    result, stage = request.getfixturevalue(world)[case], int(case[-1])
     assert same_bits(result["with"], result["without"]) and not result["wrong"]
     masters = ["masters"] if stage else []
     assert {"optimizer_moments", "reference_weights", "kv_pool", *masters} <= set(result["states"])
@@ -417,9 +426,11 @@ def test_offload_by_phase_changes_no_bit(solo, stage):
     assert result["recorded"]["reference_weights"]["train"] == 0 < result["recorded"]["reference_weights"]["score"]
 
 
-@pytest.mark.parametrize("stage", of("solo", ZERO, "masters{}"))
-def test_sync_08_masters_of_a_bfloat16_model_move(solo, stage):
-    result = solo[f"masters{stage}"]
+@pytest.mark.parametrize(
+    ("world", "case"), either([*(("solo", f"masters{s}") for s in ZERO), ("pair", "tensor_masters2")], "{}")
+)
+def test_sync_08_masters_of_a_bfloat16_model_move(request, world, case):
+    result = request.getfixturevalue(world)[case]
     assert set(result["dtypes"]) == {"torch.float32"}
     before, after = result["before"], result["after"]
     norms = [name for name in before if "norm" in name and name.endswith("weight")]

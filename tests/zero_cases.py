@@ -75,6 +75,8 @@ PAIR: dict[str, Case] = {
     **{f"tensor_{name}2": case(z.train, 2, zero=TP, **settings) for name, settings in LOSSES.items()},
     "tensor_gradient2": case(z.gradient, 2, zero=TP, **CHECKPOINTED),
     "tensor_resume2": case(z.resume, 2, zero=TP),
+    "tensor_phases2": case(z.phase_offload, 2, zero=TP),
+    "tensor_masters2": untied(z.masters, 2, TP),
     "tensor_export2": case(z.export, 2, zero=TP),
     "export3": case(z.export, 3),
     "export3_untied": untied(z.export, 3),

@@ -212,11 +212,11 @@ class KeepLedger(Callback):
         self.watch = pl_module.colocation.watch
 
 
-def phase_offload(model: str, root: Path, stage: int) -> dict[str, Any]:
+def phase_offload(model: str, root: Path, stage: int, **settings: Any) -> dict[str, Any]:
     """The same run with PhaseOffload and without, and what the ledger saw of the one with it."""
     kept, moves = KeepLedger(), PhaseOffload()
-    without = train(model, root, stage, beta=0.04)
-    found = train(model, root, stage, beta=0.04, extra=[moves, kept])
+    without = train(model, root, stage, beta=0.04, **settings)
+    found = train(model, root, stage, beta=0.04, extra=[moves, kept], **settings)
     recorded = kept.watch.ledger.recorded()
     return {
         "with": found["weights"], "without": without["weights"], "states": moves.states,
@@ -253,11 +253,11 @@ class ConstantGradient(GRPOModule):
         self.actor.version += 1
 
 
-def masters(model: str, root: Path, stage: int) -> dict[str, Any]:
+def masters(model: str, root: Path, stage: int, zero: dict[str, Any] | None = None) -> dict[str, Any]:
     from rollplex.models.registry import load_hf
 
     keep = Keep()
-    options = {"strategy": strategy(stage), "devices": WORLD, "max_steps": 200}
+    options = {"strategy": strategy(stage, **(zero or {})), "devices": WORLD, "max_steps": 200}
     kept: dict[str, Any] = {}
 
     class Read(Callback):
