@@ -349,6 +349,13 @@ def test_a_resumed_run_of_a_split_trainer_is_the_uninterrupted_one(pair):
     assert result["leftover"] == []
 
 
+@pytest.mark.slow
+def test_a_split_trainer_validates_from_its_checkpoint(pair):
+    """There nothing is split: the module is put together on every rank."""
+    for during, after in pair["tensor_validated2"]["seen"]:
+        assert during and after == pytest.approx(during, abs=1e-5)
+
+
 def test_ckpt_08_one_global_step_per_optimizer_update(solo, plain):
     result = solo["parts"]
     assert result["global_step"] == result["engine_steps"] == result["scheduler_steps"] == 8

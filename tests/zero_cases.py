@@ -77,6 +77,7 @@ PAIR: dict[str, Case] = {
     "tensor_resume2": case(z.resume, 2, zero=TP),
     "tensor_phases2": case(z.phase_offload, 2, zero=TP),
     "tensor_masters2": untied(z.masters, 2, TP),
+    "tensor_validated2": case(z.validated, 2, zero=TP),
     "tensor_export2": case(z.export, 2, zero=TP),
     "export3": case(z.export, 3),
     "export3_untied": untied(z.export, 3),

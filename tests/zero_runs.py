@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, Trainer
 from runs import PictureTask, run
 
-from rollplex import GRPOModule, RollplexDDPStrategy, RollplexDeepSpeedStrategy, Sample
+from rollplex import GRPOModule, RollplexDDPStrategy, RollplexDeepSpeedStrategy, Sample, VLMDataModule
 from rollplex.callbacks import GroupStreaming, PhaseOffload, PrefixOverlap
 from rollplex.phases import Phase, PhaseCallback
 from rollplex.ranks import Ranks
@@ -362,6 +362,33 @@ def uneven_rows(model: str, root: Path, stage: int, **settings: Any) -> dict[str
         "trained": ranks.gather(rows.trained), "validated": ranks.gather(rows.validated), "metrics": ranks.gather(seen),
         "steps": kept["steps"],
     }  # fmt: skip
+
+
+def validated(model: str, root: Path, stage: int, **settings: Any) -> dict[str, Any]:
+    """Validation at the end of a run, and from its checkpoint by a strategy of the same settings."""
+    seen: list[dict[str, float]] = []
+
+    class Metrics(Callback):
+        def on_validation_end(self, trainer, pl_module):
+            seen.append({k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("val/")})
+
+    path = root / "end.ckpt"
+    trainer = {
+        "limit_val_batches": 1.0,
+        "num_sanity_val_steps": 0,
+        "val_check_interval": 3,
+        "check_val_every_n_epoch": None,
+    }
+    train(model, root, stage, extra=[Metrics(), SaveAt(3, path)], trainer=trainer, **settings)
+    module = GRPOModule(model=str(model), num_generations=4, max_completion_length=6, seed=7)
+    again = Trainer(
+        accelerator="cpu", strategy=strategy(stage, **settings["zero"]), devices=WORLD, logger=False,
+        enable_progress_bar=False, enable_model_summary=False, default_root_dir=str(root), callbacks=[Metrics()],
+        use_distributed_sampler=False,
+    )  # fmt: skip
+    data = VLMDataModule(task=PictureTask(), batch_size=4, seed=3)
+    again.validate(module, datamodule=data, ckpt_path=str(path), verbose=False)
+    return {"seen": Ranks.connect().gather(seen)}
 
 
 def write(folder: Path, name: str, result: Any) -> None:
