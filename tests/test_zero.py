@@ -239,6 +239,25 @@ def test_split_prefix_and_suffix_passes_give_the_whole_gradient(pair, plain_grad
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl"])
+def test_the_whole_gradient_of_other_families(pair, family, tmp_path):
+    """Qwen3-VL has norms of single heads, whose gradients are parts of the whole on each rank."""
+    from rollplex.models.tiny import build_tiny
+
+    keep = KeepGradient()
+    model = build_tiny(tmp_path / family, family=family, init_std=0.1, seed=1)
+    settings = z.STEPS | CHECKPOINTED | {"steps": 1, "max_grad_norm": None}
+    run(model, tmp_path, callbacks=[*z.callbacks(), keep], **settings)
+    gradient = pair[f"tensor_{family}2"]["gradient"]
+    whole, own = (torch.cat([g[n].flatten() for n in sorted(g)]) for g in (keep.gradient, gradient))
+    assert relative_error(own, whole) < 1e-5
+    assert any("q_norm" in name for name in gradient) == (family == "qwen3_vl")
+    for name, expected in keep.gradient.items():
+        if expected.norm() > 1e-4 * whole.norm():
+            assert relative_error(gradient[name], expected) < 1e-4, name
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tensor2", "tensor_dr_grpo2"])
 def test_two_trainers_of_two_ranks_equal_one(four, plain, name):
     expected, metrics = plain(**LOSSES.get(name.removeprefix("tensor_").removesuffix("2"), {}))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import zero_runs as z
+
+from rollplex.models.tiny import MARKER, build_tiny
 
 Case = Callable[..., Any]
 
@@ -32,6 +35,20 @@ def case(run: Callable[..., Any], *args: Any, **settings: Any) -> Case:
 def untied(run: Callable[..., Any], *args: Any) -> Case:
     def call(*, model: str, untied: str, root: Path, folder: Path) -> Any:
         return run(untied, root, *args)
+
+    return call
+
+
+def of_family(family: str, run: Callable[..., Any], *args: Any, **settings: Any) -> Case:
+    """On a tiny model of another family, which the first rank builds."""
+
+    def call(*, model: str, untied: str, root: Path, folder: Path) -> Any:
+        path = folder / family
+        if z.RANK == 0:
+            build_tiny(path, family=family, init_std=0.1, seed=1)
+        while not (path / MARKER).exists():
+            time.sleep(0.1)
+        return run(str(path), root, *args, **settings)
 
     return call
 
@@ -77,6 +94,7 @@ PAIR: dict[str, Case] = {
     "tensor_resume2": case(z.resume, 2, zero=TP),
     "tensor_phases2": case(z.phase_offload, 2, zero=TP),
     "tensor_masters2": untied(z.masters, 2, TP),
+    **{f"tensor_{f}2": of_family(f, z.gradient, 2, zero=TP, **CHECKPOINTED) for f in ("qwen2_vl", "qwen3_vl")},
     "tensor_validated2": case(z.validated, 2, zero=TP),
     "tensor_export2": case(z.export, 2, zero=TP),
     "export3": case(z.export, 3),
