@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ class RolloutLogger(PhaseCallback):
     """Writes a few samples (pictures, prompt, responses, rewards) of training and validation.
 
     Always as `rollouts/step_000010.jsonl` with the pictures as PNG files beside it, and to every logger that takes
-    them: W&B as a table, TensorBoard as images and text. Files are only ever appended to, a line at a time.
+    them: W&B as a table, TensorBoard as images and text. Files are only ever appended to, a line at a time. Each line
+    says which `run` wrote it, by when that one started (UTC; a resumed run keeps it), so several can share a folder.
 
     Args:
         every_n_steps: Rollout batches between two sets of samples; the first batch is always one. Validation is
@@ -50,6 +52,16 @@ class RolloutLogger(PhaseCallback):
         self.max_images = max_images
         self.dirpath = dirpath
         self._validation_left = num_samples
+        self._run = ""
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self._run = datetime.now(UTC).isoformat(timespec="milliseconds")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"run": self._run}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._run = state_dict.get("run", self._run)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         step = pl_module.rollouts_done
@@ -84,6 +96,7 @@ class RolloutLogger(PhaseCallback):
 
     def _record(self, step: int, split: str, group: Group, folder: Path) -> dict[str, Any]:
         return {
+            "run": self._run,
             "step": step,
             "split": split,
             "id": group.prompt.sample.id,

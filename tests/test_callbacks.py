@@ -222,6 +222,27 @@ def test_rollout_logger_writes_pictures_prompts_responses_and_rewards(model, tmp
     )
 
 
+def test_samples_of_several_runs_in_one_folder_can_be_told_apart(model, tmp_path):
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from rollplex.reports.run_files import read_run
+
+    def go(steps, folder, **more):
+        keep = ModelCheckpoint(tmp_path / folder, every_n_train_steps=1, save_last=True)
+        samples = RolloutLogger(every_n_steps=1, num_samples=1)
+        run(model, tmp_path, steps=steps, callbacks=[samples, keep], trainer={"enable_checkpointing": True}, **QUICK | more)
+
+    go(3, "a")
+    go(2, "b")
+    go(4, "b", ckpt_path=str(tmp_path / "b" / "last.ckpt"))  # goes on with the second
+    files = sorted((tmp_path / "rollouts").glob("step_*.jsonl"))
+    runs = [[json.loads(line)["run"] for line in path.read_text().splitlines()] for path in files]
+    first, second = runs[0]
+    assert first < second and runs == [[first, second], [first, second], [first, second], [second]]
+    shown = read_run(tmp_path, sample_sets=9).samples
+    assert [[record["run"] for record in found.records] for found in shown] == [[second]] * 4
+
+
 def test_a_missing_reward_is_null(model, tmp_path):
     task = PictureTask(2, reward=lambda sample, response: None if int(response.token_ids[0]) % 2 else 1.0)
     run(

@@ -33,7 +33,7 @@ TASKS = {
     "counting kinds": Counting(ask="kind", min_count=0, max_count=5, image_size=84, **SMALL),
     "counting both": Counting(ask="both", colours=ALL, max_others=5, image_size=112, question="how many {what}s?", **SMALL),
     "counting all": Counting(ask="all", max_count=9, image_size=112, **SMALL),
-    "spatial": Spatial(**SMALL),
+    "spatial": Spatial(background="grey", **SMALL),
     "spatial others": Spatial(
         colours=ALL, others=3, image_size=112, question="where is the {first} {first_kind}, seen from {second}?", **SMALL
     ),
@@ -42,7 +42,7 @@ TASKS = {
     "motion of two": Motion(directions=["up", "down"], num_frames=6, question="{colour} {kind}?", **SMALL),
     "tallest": Charts(**SMALL),
     "shortest": Charts(ask="shortest", num_bars=9, max_height=5, labels=False, **SMALL),
-    "height": Charts(ask="height", **SMALL),
+    "height": Charts(ask="height", background="black", **SMALL),
     "grounding": Grounding(**SMALL),
     "grounding pixels": Grounding(grid=16, answer_form="brackets", colours=ALL, max_others=4, image_size=224, **SMALL),
 }  # fmt: skip
@@ -310,6 +310,7 @@ BAD = [
     (Counting, {"seed": -1}),
     (Counting, {"format_reward": 1.0}),
     (Counting, {"image_size": 8}),
+    (Counting, {"background": "pink"}),
     (Counting, {"question": "how many {colour}?"}),
     (Counting, {"question": "{"}),
     (Counting, {"question": "{0}?"}),

@@ -1,4 +1,4 @@
-"""A new user's own rows and pictures, to a training run and its validation, by docs/tasks.md alone."""
+"""A new user's own rows and pictures, to a training run, its validation and a report, by the README alone."""
 
 from __future__ import annotations
 
@@ -12,25 +12,28 @@ from pathlib import Path
 import pytest
 import yaml
 
-TEXT = (Path(__file__).resolve().parent.parent / "docs" / "tasks.md").read_text()
+ROOT = Path(__file__).resolve().parent.parent
+TEXT = (ROOT / "docs" / "tasks.md").read_text()
+README = (ROOT / "README.md").read_text()
 
 
-def block(language: str, containing: str) -> str:
-    found = [b for b in re.findall(rf"```{language}\n(.*?)```", TEXT, re.S) if containing in b]
-    assert len(found) == 1, f"{len(found)} {language} blocks of docs/tasks.md contain {containing!r}"
+def block(language: str, containing: str, text: str = TEXT) -> str:
+    found = [b for b in re.findall(rf"```{language}\n(.*?)```", text, re.S) if containing in b]
+    assert len(found) == 1, f"{len(found)} {language} blocks contain {containing!r}"
     return found[0]
 
 
 @pytest.fixture(scope="module")
 def shapes(tmp_path_factory):
-    """The user's folder after both commands of the page, the run made shorter."""
+    """The user's folder after the commands of the README, the run made shorter."""
     from rollplex.models.tiny import build_tiny
 
     folder = tmp_path_factory.mktemp("user")
     (folder / "make_shapes.py").write_text(block("python", "# make_shapes.py"))
-    (folder / "shapes.yaml").write_text(block("yaml", "FileTask"))
+    (folder / "shapes.yaml").write_text(block("yaml", "FileTask", README))
     build_tiny(folder / "models" / "tiny-digits")
-    assert block("bash", "make_shapes").split() == "python make_shapes.py rollplex fit --config shapes.yaml".split()
+    commands = block("bash", "shapes.yaml", README)
+    assert "rollplex fit --config shapes.yaml\n" in commands and "rollplex report runs/shapes " in commands
     subprocess.run([sys.executable, "make_shapes.py"], cwd=folder, check=True, timeout=300)
     with open(folder / "shapes" / "train.jsonl", "a") as file:  # and a row that is broken, as there always is one
         file.write(json.dumps({"problem": "<image>?", "images": ["images/nothing.png"], "answer": "left"}) + "\n")
@@ -65,6 +68,68 @@ def test_the_samples_show_the_pictures(shapes):
     assert list((folder / "runs" / "shapes" / "rollouts").rglob("*.png"))
 
 
+def test_the_readmes_row_is_one_of_them(shapes):
+    folder, _ = shapes
+    row = json.loads(block("json", "images/", README))
+    rows = [json.loads(line) for line in (folder / "shapes" / "train.jsonl").read_text().splitlines()]
+    assert row.keys() == rows[0].keys() and row["problem"] == rows[0]["problem"] and row["images"] == rows[0]["images"]
+    assert (folder / "shapes" / row["images"][0]).exists()
+
+
+def test_the_report_shows_the_samples_and_the_curves(shapes, monkeypatch):
+    pytest.importorskip("matplotlib")
+    from rollplex.cli import main
+
+    folder, _ = shapes
+    monkeypatch.chdir(folder)
+    main(["report", "runs/shapes"])
+    page = (folder / "runs" / "shapes" / "report.html").read_text()
+    assert "left or right?" in page and "data:image/" in page and "reward" in page
+    assert not re.search(r"""(?:src|href)=["']?https?:""", page)
+
+
+def test_the_task_from_nothing_does_what_the_page_says(tmp_path):
+    (tmp_path / "halves.py").write_text(block("python", "# halves.py"))
+    (tmp_path / "look.py").write_text(block("python", "# look.py"))
+    done = subprocess.run([sys.executable, "look.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = done.stdout.splitlines()
+    assert len(lines) == 16
+    for at in range(0, 16, 4):
+        _, left, right, answer = lines[at].split()
+        assert answer == ("l" if int(left) < int(right) else "r")
+        worth = {
+            line.split()[0]: (line.count("'right': 1.0"), line.endswith("True")) for line in lines[at + 1 : at + 4]
+        }
+        assert worth == {"l": (answer == "l",) * 2, "r": (answer == "r",) * 2, "left": (False, False)}
+
+
+@pytest.mark.slow
+def test_the_task_from_nothing_learns(tmp_path):
+    """With the README's config, as the page says."""
+    from rollplex.models.tiny import build_tiny
+
+    build_tiny(tmp_path / "models" / "tiny-digits")
+    (tmp_path / "halves.py").write_text(block("python", "# halves.py"))
+    config = block("yaml", "colours.Colours", README).replace("colours.Colours", "halves.Halves")
+    (tmp_path / "halves.yaml").write_text(config)
+    command = [Path(sys.executable).with_name("rollplex"), "fit", "--config", "halves.yaml"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (table,) = (tmp_path / "runs").rglob("metrics.csv")
+    rewards = [float(row["reward/right"]) for row in csv.DictReader(table.open()) if row.get("reward")]
+    assert sum(rewards[-5:]) / 5 > 0.7, rewards
+
+
+def test_the_page_lists_the_built_in_tasks_and_their_configs():
+    section = TEXT[TEXT.index("## Built-in tasks") : TEXT.index("## A task from nothing")]
+    listed = re.findall(r"^\| `(\w+)\.(\w+)` \| `(\w+)` \|", section, re.M)
+    assert len(listed) == 6
+    for module, name, config in listed:
+        task = yaml.safe_load((ROOT / "configs" / f"{config}.yaml").read_text())["data"]["init_args"]["task"]
+        assert task["class_path"] == f"rollplex.tasks.{module}.{name}"
+
+
 def test_the_page_and_the_code_name_the_same_rewards():
     import rollplex.rewards as rewards
     from rollplex.rewards import Reward
@@ -75,5 +140,5 @@ def test_the_page_and_the_code_name_the_same_rewards():
         n for n in rewards.__all__ if isinstance(getattr(rewards, n), type) and issubclass(getattr(rewards, n), Reward)
     }
     assert listed == known - {"Reward"}
-    for entry in yaml.safe_load(block("yaml", "FileTask"))["data"]["init_args"]["task"]["init_args"]["rewards"]:
+    for entry in yaml.safe_load(block("yaml", "FileTask", README))["data"]["init_args"]["task"]["init_args"]["rewards"]:
         assert entry["class_path"].removeprefix("rollplex.rewards.") in known

@@ -259,18 +259,29 @@ def _environment(folder: Path) -> dict[str, Any]:
 
 
 def _samples(folder: Path, sets: int) -> tuple[SampleSet, ...]:
-    """Of the first, the last and evenly chosen rollout batches between, train and validation apart."""
+    """Of the first, the last and evenly chosen rollout batches between, train and validation apart. Where several runs
+    wrote into the folder, of the one that started training last (and of validations after that)."""
     files = sorted(folder.rglob("rollouts/step_*.jsonl"), key=lambda path: _step_of(path))
-    chosen = [files[i] for i in spread(len(files), sets)]
+    read = {path: [r for r in map(_record, path.read_text(errors="replace").splitlines()) if r] for path in files}
+    newest = max((_run_of(r) for records in read.values() for r in records if _split_of(r) == "train"), default="")
+    shown = {path: [r for r in records if _run_of(r) >= newest] for path, records in read.items()}
+    files = [path for path in files if shown[path]]
     out = []
-    for path in chosen:
+    for path in [files[i] for i in spread(len(files), sets)]:
         by_split: dict[str, list[Mapping[str, Any]]] = {}
-        for line in path.read_text(errors="replace").splitlines():
-            record = _record(line)
-            if record is not None:
-                by_split.setdefault(str(record.get("split", "train")), []).append(record)
+        for record in shown[path]:
+            by_split.setdefault(_split_of(record), []).append(record)
         out += [SampleSet(_step_of(path), split, tuple(r), path.parent) for split, r in by_split.items()]
     return tuple(out)
+
+
+def _run_of(record: Mapping[str, Any]) -> str:
+    """When its run started; "" in files that do not say."""
+    return str(record.get("run", ""))
+
+
+def _split_of(record: Mapping[str, Any]) -> str:
+    return str(record.get("split", "train"))
 
 
 def _record(line: str) -> Mapping[str, Any] | None:

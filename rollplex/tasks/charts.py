@@ -10,7 +10,7 @@ from typing import Any, Literal
 from PIL import Image, ImageDraw
 
 from rollplex.tasks.generated import ChoiceTask
-from rollplex.tasks.scenes import COLOURS, GROUND, check_names
+from rollplex.tasks.scenes import BACKGROUNDS, COLOURS, check_names
 
 LETTERS = "abcdefghi"
 LINES = (170, 170, 170)
@@ -39,6 +39,7 @@ class Charts(ChoiceTask):
         colours: Sequence[str] = ("red", "blue", "green"),
         labels: bool = True,
         image_size: int = 84,
+        background: str = "white",
         train_size: int = 2000,
         validation_size: int = 320,
         seed: int = 0,
@@ -53,6 +54,7 @@ class Charts(ChoiceTask):
         colours: of red, green, blue, yellow, purple, black; each bar has a random one.
         labels: write a letter under each bar.
         image_size: side of the picture in pixels.
+        background: white, grey or black; grey is what a model sees least of.
         train_size, validation_size: rows.
         seed: of all charts.
         question: {what} is `tallest`, `shortest`, or the letter of the bar. Short, because a byte-level tokenizer pays
@@ -65,7 +67,7 @@ class Charts(ChoiceTask):
             raise ValueError(f"ask={ask!r} must be tallest, shortest or height")
         choices = [str(h) for h in range(1, max_height + 1)] if ask == "height" else LETTERS[:num_bars]
         super().__init__(
-            choices, train_size, validation_size, seed, image_size, question, format_reward, names=("what",)
+            choices, train_size, validation_size, seed, image_size, background, question, format_reward, names=("what",)
         )  # fmt: skip
         self.num_bars, self.max_height, self.ask, self.labels = num_bars, max_height, ask, labels
         self.colours = check_names("colours", colours, tuple(COLOURS))
@@ -95,7 +97,7 @@ class Charts(ChoiceTask):
 
     def media(self, scene: Chart) -> dict[str, Any]:
         side = self.image_size
-        image = Image.new("RGB", (side, side), GROUND)
+        image = Image.new("RGB", (side, side), BACKGROUNDS[self.background])
         pen = ImageDraw.Draw(image)
         base, unit, pitch = side - self.foot, (side - self.foot - 2) // self.max_height, side // self.num_bars
         for height in range(self.max_height + 1):

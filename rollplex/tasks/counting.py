@@ -40,6 +40,7 @@ class Counting(ChoiceTask):
         max_others: int = 3,
         shape_size: Sequence[int] = (9, 12),
         image_size: int = 56,
+        background: str = "white",
         train_size: int = 2000,
         validation_size: int = 320,
         seed: int = 0,
@@ -56,6 +57,7 @@ class Counting(ChoiceTask):
         max_others: shapes that do not count, 0 to this many; none with `ask: all`.
         shape_size: [smallest, largest] side in pixels.
         image_size: side of the picture in pixels.
+        background: white, grey or black; grey is what a model sees least of.
         train_size, validation_size: rows.
         seed: of all scenes.
         question: {what} is what is asked for. Short, because a byte-level tokenizer pays for every letter.
@@ -71,7 +73,7 @@ class Counting(ChoiceTask):
             raise ValueError(f"max_others={max_others} must be 0 or more")
         super().__init__(
             [str(count) for count in range(min_count, max_count + 1)],
-            train_size, validation_size, seed, image_size, question, format_reward, names=("what",),
+            train_size, validation_size, seed, image_size, background, question, format_reward, names=("what",),
         )  # fmt: skip
         self.colours = check_names("colours", colours, tuple(COLOURS))
         self.kinds = check_names("kinds", kinds, KINDS)
@@ -111,4 +113,4 @@ class Counting(ChoiceTask):
         return self.question.format(what=scene.what)
 
     def media(self, scene: CountingScene) -> dict[str, Any]:
-        return {"type": "image", "image": draw(scene.shapes, self.image_size)}
+        return {"type": "image", "image": draw(scene.shapes, self.image_size, self.background)}

@@ -11,6 +11,7 @@ from typing import Any
 from rollplex.data.records import Rollout, Sample
 from rollplex.tasks import one_letter
 from rollplex.tasks.base import Split, VLMTask
+from rollplex.tasks.scenes import BACKGROUNDS
 
 TRIES = 200
 """Scenes drawn in a row that are all in the set already, before the settings are said to have too few."""
@@ -25,8 +26,8 @@ class GeneratedTask(VLMTask):
     """
 
     def __init__(
-        self, train_size: int, validation_size: int, seed: int, image_size: int, question: str, format_reward: float,
-        names: Sequence[str], least: int = 1,
+        self, train_size: int, validation_size: int, seed: int, image_size: int, background: str, question: str,
+        format_reward: float, names: Sequence[str], least: int = 1,
     ) -> None:  # fmt: skip
         """
         names: what `question` may name in braces.
@@ -39,6 +40,8 @@ class GeneratedTask(VLMTask):
             raise ValueError(f"seed={seed!r} must be a whole number, 0 or more")
         if not 0 <= format_reward < 1:
             raise ValueError(f"format_reward={format_reward} must be in [0, 1): less than a right answer is worth")
+        if background not in BACKGROUNDS:
+            raise ValueError(f"background={background!r} must be one of {', '.join(BACKGROUNDS)}")
         if not 16 <= image_size <= 4096:
             raise ValueError(f"image_size={image_size} must be between 16 and 4096 pixels")
         try:
@@ -47,7 +50,8 @@ class GeneratedTask(VLMTask):
             known = ", ".join(f"{{{name}}}" for name in names)
             raise ValueError(f"question={question!r} may name {known} in braces, and nothing else") from error
         self.train_size, self.validation_size, self.seed = train_size, validation_size, seed
-        self.image_size, self.question, self.format_reward = image_size, question, format_reward
+        self.image_size, self.background = image_size, background
+        self.question, self.format_reward = question, format_reward
 
     @abstractmethod
     def row(self, rng: Random, number: int) -> tuple[Hashable, Any]:
@@ -102,12 +106,20 @@ class ChoiceTask(GeneratedTask):
     """
 
     def __init__(
-        self, choices: Sequence[str], train_size: int, validation_size: int, seed: int, image_size: int, question: str,
-        format_reward: float, names: Sequence[str],
+        self, choices: Sequence[str], train_size: int, validation_size: int, seed: int, image_size: int,
+        background: str, question: str, format_reward: float, names: Sequence[str],
     ) -> None:  # fmt: skip
         self.choices = tuple(choices)
         super().__init__(
-            train_size, validation_size, seed, image_size, question, format_reward, names, least=len(choices)
+            train_size,
+            validation_size,
+            seed,
+            image_size,
+            background,
+            question,
+            format_reward,
+            names,
+            least=len(choices),
         )
 
     @abstractmethod

@@ -13,7 +13,7 @@ from PIL import Image, ImageDraw
 from rollplex.data.records import Rollout, Sample
 from rollplex.rewards.boxes import BoxIoU
 from rollplex.tasks.generated import GeneratedTask
-from rollplex.tasks.scenes import COLOURS, GROUND, check_names
+from rollplex.tasks.scenes import BACKGROUNDS, COLOURS, check_names
 
 Box = tuple[int, int, int, int]
 NUMBERS = 4
@@ -53,6 +53,7 @@ class Grounding(GeneratedTask):
         max_others: int = 1,
         right_iou: float = 0.5,
         image_size: int = 56,
+        background: str = "white",
         train_size: int = 2000,
         validation_size: int = 320,
         seed: int = 0,
@@ -69,6 +70,7 @@ class Grounding(GeneratedTask):
         max_others: further rectangles, 0 to this many, none over another.
         right_iou: overlap from which validation counts a response as right.
         image_size: side of the picture in pixels, a multiple of grid.
+        background: white, grey or black; grey is what a model sees least of.
         train_size, validation_size: rows.
         seed: of all scenes.
         question: {colour} is that of the rectangle asked for.
@@ -86,7 +88,9 @@ class Grounding(GeneratedTask):
             raise ValueError(f"image_size={image_size} must be a multiple of grid={grid}")
         if not 0 < right_iou <= 1:
             raise ValueError(f"right_iou={right_iou} must be in (0, 1]")
-        super().__init__(train_size, validation_size, seed, image_size, question, format_reward, names=("colour",))
+        super().__init__(
+            train_size, validation_size, seed, image_size, background, question, format_reward, names=("colour",)
+        )
         self.colours = check_names("colours", colours, tuple(COLOURS))
         self.targets = self.colours if targets is None else check_names("targets", targets, self.colours)
         if not 0 <= max_others < len(self.colours):
@@ -118,7 +122,7 @@ class Grounding(GeneratedTask):
         return self.question.format(colour=scene.colour)
 
     def media(self, scene: GroundingScene) -> dict[str, Any]:
-        image = Image.new("RGB", (self.image_size, self.image_size), GROUND)
+        image = Image.new("RGB", (self.image_size, self.image_size), BACKGROUNDS[self.background])
         pen = ImageDraw.Draw(image)
         for box, colour in ((scene.box, scene.colour), *scene.others):
             x1, y1, x2, y2 = self._pixels(box)

@@ -43,6 +43,7 @@ class Motion(ChoiceTask):
         kinds: Sequence[str] = KINDS,
         shape_size: Sequence[int] = (16, 24),
         image_size: int = 56,
+        background: str = "white",
         train_size: int = 2000,
         validation_size: int = 320,
         seed: int = 0,
@@ -61,6 +62,7 @@ class Motion(ChoiceTask):
         kinds: of circle, square, triangle.
         shape_size: [smallest, largest] side in pixels.
         image_size: side of the frames in pixels.
+        background: white, grey or black; grey is what a model sees least of.
         train_size, validation_size: rows.
         seed: of all scenes.
         question: {colour} and {kind} are the shape's. Short, because a byte-level tokenizer pays for every letter.
@@ -86,8 +88,8 @@ class Motion(ChoiceTask):
                 "lower speed, num_frames or shape_size"
             )
         super().__init__(
-            [direction[0] for direction in self.directions], train_size, validation_size, seed, image_size, question,
-            format_reward, names=("colour", "kind"),
+            [direction[0] for direction in self.directions], train_size, validation_size, seed, image_size, background,
+            question, format_reward, names=("colour", "kind"),
         )  # fmt: skip
         self.num_frames, self.wrap, self.fps = num_frames, wrap, fps
         self.speed, self.sizes = (speed[0], speed[1]), (shape_size[0], shape_size[1])
@@ -116,4 +118,6 @@ class Motion(ChoiceTask):
         x = (scene.shape.x + number * scene.step[0]) % side
         y = (scene.shape.y + number * scene.step[1]) % side
         # What hangs over an edge is drawn once more on the other side.
-        return draw([replace(scene.shape, x=x - dx, y=y - dy) for dx in (0, side) for dy in (0, side)], side)
+        return draw(
+            [replace(scene.shape, x=x - dx, y=y - dy) for dx in (0, side) for dy in (0, side)], side, self.background
+        )

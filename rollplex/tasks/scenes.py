@@ -1,4 +1,4 @@
-"""Flat shapes of one colour on a white ground: what the generated tasks draw."""
+"""Flat shapes of one colour on a plain ground: what the generated tasks draw."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ COLOURS = {
     "black": (20, 20, 20),
 }
 KINDS = ("circle", "square", "triangle")
-GROUND = (255, 255, 255)
+BACKGROUNDS = {"white": (255, 255, 255), "grey": (122, 116, 104), "black": (0, 0, 0)}
+"""Grey is the mean that the processors of Qwen's and most other families subtract: such a ground is 0 for the model."""
 
 
 @dataclass(frozen=True, order=True)
@@ -40,10 +41,10 @@ class Shape:
         return f"{self.colour} {self.kind}"
 
 
-def draw(shapes: Sequence[Shape], image_size: int) -> Image.Image:
+def draw(shapes: Sequence[Shape], image_size: int, background: str = "white") -> Image.Image:
     """An RGB picture, image_size on each side, later shapes over earlier ones. A shape looks the same wherever it is,
     also where a part of it lies outside."""
-    image = Image.new("RGB", (image_size, image_size), GROUND)
+    image = Image.new("RGB", (image_size, image_size), BACKGROUNDS[background])
     for shape in shapes:
         image.paste(COLOURS[shape.colour], (shape.x, shape.y), _stencil(shape.kind, shape.size))
     return image

@@ -40,6 +40,7 @@ class Spatial(ChoiceTask):
         others: int = 0,
         shape_size: Sequence[int] = (10, 16),
         image_size: int = 56,
+        background: str = "white",
         train_size: int = 2000,
         validation_size: int = 320,
         seed: int = 0,
@@ -56,6 +57,7 @@ class Spatial(ChoiceTask):
         others: further shapes, which are not asked about.
         shape_size: [smallest, largest] side in pixels.
         image_size: side of the picture in pixels.
+        background: white, grey or black; grey is what a model sees least of.
         train_size, validation_size: rows.
         seed: of all scenes.
         question: {first} and {second} are the colours, {first_kind} and {second_kind} the kinds of shape. Short,
@@ -76,8 +78,8 @@ class Spatial(ChoiceTask):
                 f"question={question!r} does not say from where: with others={others} it must name {{second}}"
             )
         super().__init__(
-            [relation[0] for relation in self.relations], train_size, validation_size, seed, image_size, question,
-            format_reward, names=("first", "second", "first_kind", "second_kind"),
+            [relation[0] for relation in self.relations], train_size, validation_size, seed, image_size, background,
+            question, format_reward, names=("first", "second", "first_kind", "second_kind"),
         )  # fmt: skip
         self.others = others
         self.sizes = check_sizes(shape_size, image_size, 2 + others)
@@ -97,7 +99,10 @@ class Spatial(ChoiceTask):
         )
 
     def media(self, scene: SpatialScene) -> dict[str, Any]:
-        return {"type": "image", "image": draw([scene.first, scene.second, *scene.others], self.image_size)}
+        return {
+            "type": "image",
+            "image": draw([scene.first, scene.second, *scene.others], self.image_size, self.background),
+        }
 
 
 def relation(first: Shape, second: Shape) -> str | None:
