@@ -230,7 +230,14 @@ def test_samples_of_several_runs_in_one_folder_can_be_told_apart(model, tmp_path
     def go(steps, folder, **more):
         keep = ModelCheckpoint(tmp_path / folder, every_n_train_steps=1, save_last=True)
         samples = RolloutLogger(every_n_steps=1, num_samples=1)
-        run(model, tmp_path, steps=steps, callbacks=[samples, keep], trainer={"enable_checkpointing": True}, **QUICK | more)
+        run(
+            model,
+            tmp_path,
+            steps=steps,
+            callbacks=[samples, keep],
+            trainer={"enable_checkpointing": True},
+            **QUICK | more,
+        )
 
     go(3, "a")
     go(2, "b")
