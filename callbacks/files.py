@@ -19,6 +19,14 @@ def free_path(path: Path) -> Path:
     return candidate
 
 
+def check_folder(owner: str, path: Path) -> None:
+    """Make the folder that `owner` will write to, before hours of training; ValueError when that cannot be."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{owner}: dirpath={str(path)!r} is no folder to write to ({error}); set another") from error
+
+
 def append_jsonl(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
     """Append one line a record, all in one write: a reader or a crash sees every line whole. NaN becomes null."""
     data = "".join(

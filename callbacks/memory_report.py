@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from rollplex.callbacks.files import free_path, write_whole
+from rollplex.callbacks.files import check_folder, free_path, write_whole
 from rollplex.phases import PhaseCallback
 from rollplex.reports.tables import ledger_table
 from rollplex.residency import Ledger, profile_to_json
@@ -16,6 +16,9 @@ from rollplex.residency import Ledger, profile_to_json
 
 class MemoryReport(PhaseCallback):
     """Prints the ledger when training ends, and writes `memory.json` (which `rollplex plan --calibrate` plots).
+
+    A column is one instant, that of the stage's largest sum: a state that was large at another time of the stage has
+    less there. Its most in any stage is in the file's `largest`.
 
     Args:
         print_table: False writes the file only.
@@ -27,6 +30,13 @@ class MemoryReport(PhaseCallback):
         self.dirpath = dirpath
         self.written: Path | None = None
         """The file, once there is one."""
+
+    def _folder(self, trainer: Any) -> Path:
+        return Path(self.dirpath or trainer.default_root_dir)
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if stage == "fit" and trainer.is_global_zero and not trainer.fast_dev_run:
+            check_folder("MemoryReport", self._folder(trainer))
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._report(trainer, pl_module)
@@ -44,7 +54,7 @@ class MemoryReport(PhaseCallback):
             "classes": {s.name: s.kind.value for s in ledger.states},
             "largest": ledger.run.largest,
         }
-        path = free_path(Path(self.dirpath or trainer.default_root_dir) / "memory.json")
+        path = free_path(self._folder(trainer) / "memory.json")
         write_whole(path, json.dumps(content, indent=1).encode())
         self.written = path
         if self.print_table:

@@ -6,13 +6,15 @@ import warnings
 from typing import Any, Literal
 
 from rollplex.callbacks.group_streaming import GroupStreaming
+from rollplex.checks import check_whole
 from rollplex.engines.base import RolloutEngine
 from rollplex.phases import Phase, PhaseCallback
-from rollplex.residency import ACTIVATIONS, KV_POOL, LIFETIMES, MASTERS, MOMENTS, REFERENCE
+from rollplex.residency import ACTIVATIONS, KV_POOL, LIFETIMES, MASTERS, MOMENTS, REFERENCE, SUFFIX
 from rollplex.units import Unit, UnitKind
 from rollplex.watch import REFERENCE_KINDS
 
 PERMANENT = (MOMENTS, MASTERS)
+WITHIN = {SUFFIX: "each suffix pass makes and reads its own within one unit"}
 
 
 class PhaseOffload(PhaseCallback):
@@ -43,13 +45,12 @@ class PhaseOffload(PhaseCallback):
         pin: bool = True,
     ) -> None:
         if offload != "auto":
-            if isinstance(offload, str):
+            if not isinstance(offload, list | tuple) or not all(isinstance(name, str) for name in offload):
                 raise ValueError(f"PhaseOffload: offload={offload!r} must be auto or a list of states")
             unknown = [name for name in offload if name not in LIFETIMES]
             if unknown:
                 raise ValueError(f"PhaseOffload: offload names {unknown}; there are {', '.join(LIFETIMES)}")
-        if update_chunk_bytes is not None and update_chunk_bytes < 1:
-            raise ValueError(f"PhaseOffload: update_chunk_bytes={update_chunk_bytes} must be at least 1, or null")
+        check_whole("PhaseOffload: update_chunk_bytes", update_chunk_bytes, null="all at once")
         self.offload = offload
         self.update_chunk_bytes = update_chunk_bytes
         self.pin = pin
@@ -80,7 +81,9 @@ class PhaseOffload(PhaseCallback):
         self._permanent = tuple(n for n in PERMANENT if self._wants(n, refusals.get(n)))
         for name in LIFETIMES:
             if name not in (*PERMANENT, REFERENCE, KV_POOL, ACTIVATIONS):
-                self._wants(name, refusals.get(name, "later phases of the step read it on the device"))
+                self._wants(
+                    name, refusals.get(name, WITHIN.get(name, "later phases of the step read it on the device"))
+                )
         if self._wants(
             REFERENCE, None if colocation.reference else "there is none with weights of its own (beta=0, or lora)"
         ):

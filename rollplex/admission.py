@@ -17,6 +17,8 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from rollplex.checks import check_whole
+
 WEIGHT = 0.2
 """Of a new measurement in the running mean."""
 
@@ -85,12 +87,8 @@ class Admission:
         self, budget_bytes: int | None = None, *, limit_bytes: int | None = None, measure: bool = True,
         probe_every: int = 50,
     ) -> None:  # fmt: skip
-        if limit_bytes is not None and not (isinstance(limit_bytes, int) and limit_bytes >= 1):
-            raise ValueError(f"memory_limit_bytes={limit_bytes!r} must be a whole number above 0, or null for no limit")
-        if budget_bytes is not None and not (isinstance(budget_bytes, int) and budget_bytes >= 1):
-            raise ValueError(
-                f"prefix_budget_bytes={budget_bytes!r} must be a whole number above 0, or null for no limit"
-            )
+        check_whole("memory_limit_bytes", limit_bytes, null="no limit")
+        check_whole("prefix_budget_bytes", budget_bytes, null="no limit")
         if probe_every < 2:
             raise ValueError(f"probe_every={probe_every} must be at least 2")
         self.budget_bytes = budget_bytes

@@ -10,6 +10,16 @@ from typing import Any, get_args
 from rollplex.grpo.advantages import ScaleRewards
 from rollplex.grpo.importance import ImportanceMode
 from rollplex.models.lora import check_lora
+from rollplex.models.split_model import Part
+
+
+def check_whole(name: str, value: Any, *, null: str | None = None) -> None:
+    """ValueError unless `value` is a whole number above 0. null: what None stands for, where it may be None."""
+    if value is None and null is not None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        more = f", or null for {null}" if null is not None else ""
+        raise ValueError(f"{name}={value!r} must be a whole number above 0{more}")
 
 
 def check_settings(h: Mapping[str, Any]) -> None:
@@ -18,8 +28,8 @@ def check_settings(h: Mapping[str, Any]) -> None:
         ("num_generations", 1), ("max_completion_length", 1), ("num_iterations", 1), ("num_mini_batches", 1),
         ("prompts_per_pass", 1), ("eval_num_generations", 1), ("warmup_steps", 0), ("reward_workers", 0), ("top_k", 0),
     ):  # fmt: skip
-        if h[name] < least:
-            raise ValueError(f"{name}={h[name]} must be at least {least}")
+        if isinstance(h[name], bool) or not isinstance(h[name], int) or h[name] < least:
+            raise ValueError(f"{name}={h[name]!r} must be a whole number, at least {least}")
     for name in ("learning_rate", "weight_decay", "entropy_coef", "beta"):
         if not (math.isfinite(h[name]) and h[name] >= 0):
             raise ValueError(f"{name}={h[name]} must be a finite number, 0 or more")
@@ -42,8 +52,7 @@ def check_settings(h: Mapping[str, Any]) -> None:
         )
     if h["num_generations"] == 1:
         raise ValueError("num_generations=1 leaves nothing to compare a response with; set at least 2")
-    if h["responses_per_pass"] is not None and h["responses_per_pass"] < 1:
-        raise ValueError(f"responses_per_pass={h['responses_per_pass']} must be at least 1, or null for all")
+    check_whole("responses_per_pass", h["responses_per_pass"], null="all")
     if h["max_grad_norm"] is not None and not h["max_grad_norm"] > 0:
         raise ValueError(f"max_grad_norm={h['max_grad_norm']} must be above 0, or null for no clipping")
     if h["lr_scheduler_type"] in ("linear", "cosine") and not h["lr_decay_steps"]:
@@ -74,16 +83,22 @@ def check_settings(h: Mapping[str, Any]) -> None:
         )
     if h["reward_timeout"] is not None and not 0 < h["reward_timeout"] <= 86_400:
         raise ValueError(f"reward_timeout={h['reward_timeout']} must be above 0 and at most 86400 seconds, or null")
-    unknown = set(h["freeze"] or ()) - {"vision_tower", "projector", "language_model"}
-    if unknown or isinstance(h["stop"], str):
-        raise ValueError(
-            f"freeze={h['freeze']} takes vision_tower, projector, language_model; stop={h['stop']!r} a list of strings"
-        )
+    check_freeze(h["freeze"])
     if h["lora"] is not None:
         check_lora(h["lora"])
-    if set(h["freeze"] or ()) == {"vision_tower", "projector", "language_model"}:
-        raise ValueError("freeze names all parts, so nothing would be trained; leave at least one out")
+    if isinstance(h["stop"], str):
+        raise ValueError(f"stop={h['stop']!r} must be a list of strings")
     _warn_off_policy(h)
+
+
+def check_freeze(freeze: Any) -> None:
+    """ValueError unless it is None or a list of parts that leaves one to be trained."""
+    if freeze is None:
+        return
+    if not isinstance(freeze, list | tuple) or not all(part in get_args(Part) for part in freeze):
+        raise ValueError(f"freeze={freeze!r} must be null or a list of {', '.join(get_args(Part))}")
+    if set(freeze) == set(get_args(Part)):
+        raise ValueError("freeze names all parts, so nothing would be trained; leave at least one out")
 
 
 def _warn_off_policy(h: Mapping[str, Any]) -> None:

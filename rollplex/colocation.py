@@ -259,7 +259,8 @@ class Colocation:
         """A rollout batch begins."""
         self.timeline.clear()
         self.executor.held_bytes = lambda: step.held_bytes
-        self.watch.new_step(lambda: step.prefixes, lambda: step.vision.held)
+        self.watch.new_step(lambda: step.prefixes, lambda: step.vision.held, lambda: step.suffix_bytes)
+        step.at_peak = self.watch.inside_unit
 
     def rollout(
         self, requests: Callable[[], Sequence[Request]], units: Sequence[Unit], collect: Callable[[Rollout], int | None]

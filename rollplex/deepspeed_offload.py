@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rollplex.models.replica import Replica
+from rollplex.residency import ENGINE_WEIGHTS
+
 MASTERS = {
     1: "single_partition_of_fp32_groups", 2: "single_partition_of_fp32_groups", 3: "fp32_partitioned_groups_flat",
 }  # fmt: skip
@@ -30,18 +33,27 @@ class StateOffload:
 
     def bytes(self) -> dict[str, int]:
         """Name -> bytes on the engine's device now, of this rank's part. Shared storage counts once, with the first."""
-        optimizer, device = self.engine.optimizer, self.engine.device
+        optimizer, device = self.engine.optimizer, torch.device(self.engine.device)
         masters = getattr(optimizer, MASTERS[self.stage])
         moments = [t for s in optimizer.optimizer.state.values() for t in s.values() if torch.is_tensor(t) and t.ndim]
         parameters = list(self.engine.module.parameters())
-        held = [getattr(p, "ds_tensor", p) for p in parameters]
+        held = [t for p in parameters for t in (p.data, getattr(p, "ds_tensor", p.data))]
         gradients = [p.grad for p in parameters if p.grad is not None]
         seen: set[int] = set()
         named = zip(NAMES, (moments, masters, gradients, held), strict=True)
-        return {
-            name: 0 if name in self.away else _storage_bytes(tensors, torch.device(device), seen)
-            for name, tensors in named
-        }
+        found = {
+            name: 0 if name in self.away else _storage_bytes(tensors, device, seen) for name, tensors in named
+        }  # fmt: skip
+        found["gradients"] += self._reduced_bytes()
+        return found
+
+    def _reduced_bytes(self) -> int:
+        """Of the rank's part of reduced gradients: under ZeRO-3 a buffer that stays, before that there from the
+        reduction to the step."""
+        if self.stage == 3:
+            return self.engine.optimizer.grad_partitions_flat_buffer.nbytes
+        parts = self.engine.optimizer.averaged_gradients.values()
+        return sum(t.numel() * t.element_size() for part in parts if part is not None for t in part)
 
     def offload(self, names: Collection[str], *, pin_memory: bool = True) -> None:
         """Move states to host memory, until `reload`. ValueError for what cannot be moved, before anything is."""
@@ -82,11 +94,13 @@ class WithStateOffload:
     """The part of a strategy that the memory ledger asks, and whose states PhaseOffload moves."""
 
     states: StateOffload | None
+    replica: Replica | None
     root_device: torch.device
 
     def state_bytes(self) -> dict[str, int]:
-        """State -> bytes of this rank's part on the device now."""
-        return self.states.bytes() if self.states is not None else {}
+        """State -> bytes of this rank's part on the device now; the engine's weights where they are the replica."""
+        found = self.states.bytes() if self.states is not None else {}
+        return found | ({ENGINE_WEIGHTS: self.replica.nbytes} if self.replica is not None else {})
 
     def refusals(self) -> dict[str, str]:
         """State -> why DeepSpeed cannot move it at this stage."""

@@ -62,6 +62,8 @@ class RollplexDeepSpeedStrategy(WithTensorParallel, WithStateOffload, LastWords,
         pin_cores: While both lanes work, keep each to cores of its own. For one rank per machine.
         train_sms: CUDA multiprocessors of the train lane meanwhile (a green context); None is all.
         prefix_budget_bytes: Most bytes of prefix state a rank holds at once in the decode window; None is no limit.
+        memory_limit_bytes: Most bytes of all states of a rank on its device in the decode window, by the memory ledger:
+            a prefix that does not fit beside them runs after the rollout. None is no limit.
         admission: "measure" declines overlap that does not pay, found by measuring; "always" admits what fits.
         rollout_timeout: Seconds without any sign of the engine after which a rollout counts as stalled and the run
             ends with an error; None waits forever.
@@ -85,6 +87,7 @@ class RollplexDeepSpeedStrategy(WithTensorParallel, WithStateOffload, LastWords,
         pin_cores: bool = False,
         train_sms: int | None = None,
         prefix_budget_bytes: int | None = None,
+        memory_limit_bytes: int | None = None,
         admission: Literal["measure", "always"] = "measure",
         rollout_timeout: float | None = 600.0,
         gather_bucket_bytes: int = 512 * 1024**2,
@@ -110,7 +113,7 @@ class RollplexDeepSpeedStrategy(WithTensorParallel, WithStateOffload, LastWords,
         self.colocation = make_colocation(
             engine, threads=threads, rollout_threads=rollout_threads, train_threads=train_threads, pin_cores=pin_cores,
             train_sms=train_sms, prefix_budget_bytes=prefix_budget_bytes, admission=admission,
-            rollout_timeout=rollout_timeout,
+            rollout_timeout=rollout_timeout, memory_limit_bytes=memory_limit_bytes,
         )  # fmt: skip
         self.ranks = Ranks()
         self.parallel: TensorParallel | None = None
@@ -283,6 +286,7 @@ class RollplexDeepSpeedStrategy(WithTensorParallel, WithStateOffload, LastWords,
             closure()
             self.deepspeed_engine.global_steps += 1  # an update that moves nothing is one
             return None
+        self.colocation.watch.sample()  # gradients are reduced, and sharded from stage 2 on
         return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     # ---- checkpoints ----

@@ -63,6 +63,8 @@ class State:
     """False: exists only by phase (what sharing the weights costs)."""
     left: float = 0.0
     """Bytes that stay on the device where it is not needed: all of it when nothing takes it away."""
+    elsewhere: Mapping[Stage, float] = field(default_factory=dict)
+    """Bytes on the device in stages that have another amount than these."""
 
     @property
     def producer(self) -> Stage | None:
@@ -76,6 +78,8 @@ class State:
 
     def at(self, stage: Stage) -> float:
         """Bytes on the device in a stage."""
+        if stage in self.elsewhere:
+            return self.elsewhere[stage]
         if stage not in self.needed:
             return self.left
         return self.bytes if self.resident is None else self.resident
@@ -95,6 +99,7 @@ REFERENCE_KV = "reference_prefix_kv"
 OLD_KV = "old_prefix_kv"
 VISION = "vision_features"
 ACTIVATIONS = "prefix_activations"
+SUFFIX = "suffix_activations"
 
 LIFETIMES: dict[str, tuple[StateClass, frozenset[Stage]]] = {
     PARAMETERS: (StateClass.PERMANENT, ALL),
@@ -109,17 +114,19 @@ LIFETIMES: dict[str, tuple[StateClass, frozenset[Stage]]] = {
     ACTOR_KV: (StateClass.BOUNDARY, frozenset({PA, S, T})),
     VISION: (StateClass.BOUNDARY, frozenset({R, PR, PA, S, T})),
     ACTIVATIONS: (StateClass.PHASE_LOCAL, frozenset({PA, S, T})),
+    SUFFIX: (StateClass.PHASE_LOCAL, frozenset({T})),
 }
 """State -> (class, stages that need it), with prefix work in the decode window."""
 
 
 def run_state(
     name: str, size: float, *, kind: StateClass | None = None, resident: float | None = None, left: float = 0.0,
-    needed: frozenset[Stage] | None = None,
+    needed: frozenset[Stage] | None = None, elsewhere: Mapping[Stage, float] | None = None,
 ) -> State:  # fmt: skip
     """A state of LIFETIMES with its size; what is said here replaces the table. Others count as always needed."""
     usual_kind, usual_needed = LIFETIMES.get(name, (StateClass.PERMANENT, ALL))
-    return State(name, size, usual_needed if needed is None else needed, kind or usual_kind, resident, left=left)
+    needed = usual_needed if needed is None else needed
+    return State(name, size, needed, kind or usual_kind, resident, left=left, elsewhere=elsewhere or {})
 
 
 # ---- the ledger ----

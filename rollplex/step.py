@@ -54,6 +54,10 @@ class GRPOStep(ResponseRows):
     prefix_bytes_peak: int = 0
     """Most bytes of prefix state held at once on the device."""
     prefix_host_bytes_peak: int = 0
+    suffix_bytes: int = 0
+    """What autograd saved for the backward of the suffix pass that runs now."""
+    at_peak: Callable[[], None] = lambda: None
+    """Called inside a suffix unit when it holds most, before its backward."""
     prefixes_recomputed: int = 0
     """Prompts that the actor computed again after the first update: the rollout's weights were out of date."""
     failures: list[RewardFailure] = field(default_factory=list)
@@ -266,7 +270,10 @@ class GRPOStep(ResponseRows):
             )  # fmt: skip
             totals.add(sums, mismatch_stats(old_NR, engine_NR, mask_NR), weight_stats)
             if sums.loss.requires_grad:
+                self.suffix_bytes = out.saved_bytes
+                self.at_peak()
                 sums.loss.backward()
+                self.suffix_bytes = 0
             if not s.share_prefix:
                 prefix.backward()
 

@@ -6,13 +6,14 @@ one, then steps the optimizer, then asks for `norm`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
+from rollplex.buckets import buckets
 from rollplex.ranks import Ranks
 
 BUCKET_BYTES = 256 * 1024**2
@@ -90,18 +91,3 @@ class WholeGradients:
                 dist.all_reduce(flat)
             for gradient, summed in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
                 gradient.copy_(summed.view_as(gradient))
-
-
-def buckets(tensors: Iterable[Tensor], most_bytes: int) -> Iterator[list[Tensor]]:
-    """Consecutive tensors of one dtype, at most `most_bytes` together (a larger one goes alone)."""
-    bucket: list[Tensor] = []
-    size = 0
-    for tensor in tensors:
-        nbytes = tensor.numel() * tensor.element_size()
-        if bucket and (size + nbytes > most_bytes or bucket[0].dtype != tensor.dtype):
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(tensor)
-        size += nbytes
-    if bucket:
-        yield bucket

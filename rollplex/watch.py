@@ -18,7 +18,7 @@ from rollplex.models.prefix import PrefixState
 from rollplex.models.vision import VisionState
 from rollplex.offload import HostCopies, Parked, storage_bytes
 from rollplex.phases import Phase
-from rollplex.residency import ACTIVATIONS, ACTOR_KV, OLD_KV, REFERENCE, REFERENCE_KV, VISION, Ledger, Stage
+from rollplex.residency import ACTIVATIONS, ACTOR_KV, OLD_KV, REFERENCE, REFERENCE_KV, SUFFIX, VISION, Ledger, Stage
 from rollplex.units import UnitKind
 
 TOLERANCE = 0.02
@@ -72,14 +72,15 @@ class ReferenceHolder:
 
 
 class PassHolder:
-    """The prefix states and the shared vision features of the step in progress."""
+    """The prefix states, the shared vision features and the suffix pass of the step in progress."""
 
     def __init__(
         self,
         prefixes: Callable[[], Mapping[tuple[str, int], PrefixState]],
         features: Callable[[], Sequence[VisionState]],
+        suffix_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
-        self._prefixes, self._features = prefixes, features
+        self._prefixes, self._features, self._suffix_bytes = prefixes, features, suffix_bytes
 
     def _passes(self) -> list[PrefixState | VisionState]:
         return [*self._prefixes().values(), *self._features()]
@@ -94,7 +95,8 @@ class PassHolder:
         out = self._sum(lambda state: state.nbytes)
         features = sum(state.nbytes for state in self._features())
         saved = sum(state.saved_bytes for state in self._passes())
-        return out | {name: size for name, size in ((VISION, features), (ACTIVATIONS, saved)) if size}
+        found = ((VISION, features), (ACTIVATIONS, saved), (SUFFIX, self._suffix_bytes()))
+        return out | {name: size for name, size in found if size}
 
     def host_bytes(self) -> dict[str, int]:
         waiting = sum(state.host_bytes for state in self._passes())
@@ -137,10 +139,11 @@ class MemoryWatch:
         self,
         prefixes: Callable[[], Mapping[tuple[str, int], PrefixState]],
         features: Callable[[], Sequence[VisionState]],
+        suffix_bytes: Callable[[], int],
     ) -> None:
         self.ledger.new_step()
         self._unaccounted = 0.0
-        self.holders["passes"] = PassHolder(prefixes, features)
+        self.holders["passes"] = PassHolder(prefixes, features, suffix_bytes)
 
     # ---- events of a step ----
 
@@ -154,6 +157,10 @@ class MemoryWatch:
         if self._stage is Stage.ROLLOUT and kind is not UnitKind.REWARD:
             self._beside = Stage.PREFIX_REF if kind in REFERENCE_KINDS else Stage.PREFIX_ACT
         self.sample(self._beside)
+
+    def inside_unit(self) -> None:
+        """A suffix unit of the actor is about to run its backward; afterwards its activations are gone."""
+        self.sample(Stage.PREFIX_ACT if self._stage is Stage.ROLLOUT else None)
 
     def phase_ended(self, phase: Phase) -> None:
         """Before the callbacks move anything."""

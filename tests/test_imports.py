@@ -20,6 +20,7 @@ LAYERS = [
         "tables and pure functions",
         {
             "admission",
+            "buckets",
             "bundles",
             "checkpoints",
             "checks",

@@ -282,7 +282,12 @@ def test_an_engine_without_a_pool_is_refused_by_name_and_left_alone_by_auto(pari
     [
         (dict(offload=["moments"]), r"offload names \['moments'\]; there are parameters, masters, optimizer"),
         (dict(offload="all"), "offload='all' must be auto or a list"),
-        (dict(update_chunk_bytes=0), "update_chunk_bytes=0 must be at least 1"),
+        (dict(update_chunk_bytes=0), "update_chunk_bytes=0 must be a whole number above 0"),
+        (dict(update_chunk_bytes="4GB"), "update_chunk_bytes='4GB' must be a whole number above 0, or null"),
+        (dict(update_chunk_bytes=True), "update_chunk_bytes=True must be a whole number above 0"),
+        (dict(update_chunk_bytes=float("nan")), "update_chunk_bytes=nan must be a whole number above 0"),
+        (dict(offload=None), "offload=None must be auto or a list of states"),
+        (dict(offload=[{}]), "offload=.* must be auto or a list of states"),
     ],
 )
 def test_bad_settings(arguments, message):

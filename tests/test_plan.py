@@ -41,8 +41,8 @@ def test_the_papers_command(capsys):
 def test_tables_say_the_same(capsys):
     main(PAPER)
     out = capsys.readouterr().out
-    assert "everything resident does not fit: 165.2 GiB of 74.5" in out
-    assert "by phase it fits: peak 72.1 GiB of 74.5" in out
+    assert "everything resident at once (naive) does not fit: 165.2 GiB of 74.5 GiB" in out
+    assert "by phase it fits: peak 72.1 GiB of 74.5 GiB" in out
     assert "same order 60.1 %, strided 32.8 %, rebuilt 7.2 %; 1.09 GiB rebuilt, where a second copy takes 7.63" in out
 
 
@@ -113,7 +113,18 @@ def test_a_config_gives_model_and_work_and_flags_override_it(capsys, parity_fold
         ("--model Qwen2.5-VL-7B --gpu H900", "gpu='H900' is not in the table"),
         ("--model Qwen2.5-VL-7B --gpus 8 --train-tp 8", "train_tp=8 cannot split Qwen2.5-VL-7B"),
         ("--model Qwen2.5-VL-7B --gpus 3 --train-tp 2", "gpus=3 is no multiple of train_tp=2"),
-        ("--model Qwen2.5-VL-7B --prompts 0", "prompts=0 is too small"),
+        ("--model Qwen2.5-VL-7B --prompts 0", "--prompts=0 must be a whole number from 1 to"),
+        ("--model Qwen2.5-VL-7B --kv-pool-gib -5", "--kv-pool-gib=-5.0 must be a finite number from 0"),
+        ("--model Qwen2.5-VL-7B --kv-pool-gib inf", "--kv-pool-gib=inf must be a finite number"),
+        ("--model Qwen2.5-VL-7B --workspace-gib nan", "--workspace-gib=nan must be a finite number"),
+        ("--model Qwen2.5-VL-7B --visual-share 7", "--visual-share=7.0 must be a finite number from 0 to 1"),
+        ("--model Qwen2.5-VL-7B --checkpoint-share -1", "--checkpoint-share=-1.0 must be a finite number from 0 to 1"),
+        ("--model Qwen2.5-VL-7B --sigma nan", "--sigma=nan must be a finite number from 0 to 5"),
+        ("--model Qwen2.5-VL-7B --beta inf", "--beta=inf must be a finite number, at least 0"),
+        ("--model Qwen2.5-VL-7B --update-chunks 0", "--update-chunks=0 must be a whole number"),
+        ("--model Qwen2.5-VL-7B --boundary-tokens -1", "--boundary-tokens=-1 must be a whole number"),
+        ("--model Qwen2.5-VL-7B --gpus 0", "--gpus=0 must be a whole number from 1"),
+        ("--model Qwen2.5-VL-7B --gpus 8 --prompts 4", "prompts=4 leaves some of 8 GPU groups without work"),
         ("--config nowhere.yaml", "No such file"),
     ],
 )

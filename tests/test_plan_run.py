@@ -16,7 +16,7 @@ from helpers import make_prompt, picture
 from rollplex.cli import RollplexCLI, main
 from rollplex.models.registry import split
 from rollplex.models.tiny import build_tiny_in_memory
-from rollplex.planner.activations import prefix_activations
+from rollplex.planner.activations import prefix_activations, suffix_activations
 from rollplex.planner.command import parser, plan_of
 from rollplex.planner.fitting import run_changes
 from rollplex.planner.hardware import GPUS
@@ -31,9 +31,12 @@ from rollplex.residency import (
     KV_POOL,
     MASTERS,
     MOMENTS,
+    OLD_KV,
     PARAMETERS,
     REFERENCE,
     REFERENCE_KV,
+    SUFFIX,
+    VISION,
     Ledger,
     Stage,
 )
@@ -110,10 +113,28 @@ def test_saved_activations_are_counted_operation_by_operation(tmp_path, checkpoi
     assert planned == pytest.approx(state.saved_bytes, rel=0.01)
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [dict(), dict(layers=3, heads=8, kv_heads=2, hidden_size=256)])
+def test_activations_of_a_suffix_pass_are_counted_operation_by_operation(tmp_path, checkpointing, dtype, shape):
+    hf, processor = build_tiny_in_memory(init_std=0.1, seed=1, **shape)
+    hf.save_pretrained(tmp_path)
+    model = split(hf.to(dtype), suffix_checkpointing=checkpointing)
+    prefix = model.prefix([make_prompt(processor, "what?", images=[picture(56, 56, seed=0)])], grad=True)
+    rows, tokens = 3, 20
+    ids = torch.full((rows, tokens), 65)
+    out = model.suffix(prefix, ids, torch.full((rows,), tokens), temperature=1.0, grad=True)
+    planned = suffix_activations(
+        model_shape(str(tmp_path)), dtype.itemsize, rows, tokens, checkpointing=checkpointing
+    )  # fmt: skip
+    assert planned == pytest.approx(out.saved_bytes, rel=0.01)
+    assert model.suffix(prefix, ids, torch.full((rows,), tokens), temperature=1.0, grad=False).saved_bytes == 0
+
+
 def test_serial_run_with_everything_resident(parity_folder, tmp_path):
     config = config_of(parity_folder, tmp_path, model=dict(beta=0.04, prompts_per_pass=2))
     planned, ran, _ = planned_and_run(config, tmp_path)
-    names = {PARAMETERS, MOMENTS, GRADIENTS, REFERENCE, KV_POOL, ACTOR_KV, REFERENCE_KV, ACTIVATIONS}
+    names = {PARAMETERS, MOMENTS, GRADIENTS, REFERENCE, KV_POOL, ACTOR_KV, REFERENCE_KV, ACTIVATIONS, SUFFIX}
     assert_close(planned, ran, names)
     assert_totals_close(planned, ran, {Stage.ROLLOUT, Stage.SCORE, Stage.TRAIN, Stage.UPDATE})
 
@@ -126,11 +147,28 @@ def test_bfloat16_run_with_everything_offloaded(parity_folder, tmp_path):
     planned, ran, module = planned_and_run(config, tmp_path)
     # The reference's prefixes are hidden or not, as the window allows: their K/V is compared by the serial run.
     ran.run.largest.pop(REFERENCE_KV)
-    assert_close(planned, ran, {PARAMETERS, MASTERS, MOMENTS, GRADIENTS, REFERENCE, KV_POOL, ACTOR_KV})
+    assert_close(planned, ran, {PARAMETERS, MASTERS, MOMENTS, GRADIENTS, REFERENCE, KV_POOL, ACTOR_KV, SUFFIX})
     assert_totals_close(planned, ran, {Stage.UPDATE})
     host = module.trainer.callback_metrics["prefix_host_bytes"]
     activations = next(s for s in planned.states if s.name == ACTIVATIONS)
     assert activations.bytes == pytest.approx(float(host), rel=0.05)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_run_with_one_vision_pass(parity_folder, tmp_path, frozen):
+    """Features of all prompts, and the towers' graphs of the first mini-batch, are there before the rollout."""
+    model = dict(num_mini_batches=2, prompts_per_pass=2) | ({"freeze": ["vision_tower", "projector"]} if frozen else {})
+    engine = {"class_path": "rollplex.engines.TorchEngine", "init_args": {"vision": "shared"}}
+    config = config_of(parity_folder, tmp_path, model=model, strategy={"engine": engine})
+    planned, ran, _ = planned_and_run(config, tmp_path)
+    names = {PARAMETERS, MOMENTS, GRADIENTS, KV_POOL, ACTOR_KV, OLD_KV, VISION, ACTIVATIONS, SUFFIX}
+    assert_close(planned, ran, names)
+    for stage in (Stage.ROLLOUT, Stage.TRAIN):
+        held = ran.recorded()[ACTIVATIONS][Stage.ROLLOUT] if stage is Stage.ROLLOUT else ran.run.largest[ACTIVATIONS]
+        assert planned.planned()[ACTIVATIONS][stage] == pytest.approx(held, rel=0.05)
+    assert (ran.recorded()[ACTIVATIONS][Stage.ROLLOUT] == 0) == frozen
+    features = ran.recorded()[VISION]
+    assert planned.planned()[VISION][Stage.ROLLOUT] == pytest.approx(features[Stage.ROLLOUT], rel=0.05)
 
 
 @pytest.mark.vllm
@@ -143,7 +181,7 @@ def test_vllm_run_with_weights_of_its_own(parity_folder, tmp_path):
     config = config_of(parity_folder, tmp_path, strategy={"engine": engine})
     config["trainer"]["max_steps"] = 1
     planned, ran, _ = planned_and_run(config, tmp_path)
-    names = {PARAMETERS, MOMENTS, GRADIENTS, ENGINE_WEIGHTS, KV_POOL, ACTOR_KV, ACTIVATIONS}
+    names = {PARAMETERS, MOMENTS, GRADIENTS, ENGINE_WEIGHTS, KV_POOL, ACTOR_KV, ACTIVATIONS, SUFFIX}
     assert_close(planned, ran, names)
 
 
@@ -162,7 +200,7 @@ def test_the_plan_of_a_config_says_what_its_run_does(parity_folder, tmp_path, ca
     assert "Without the callback PhaseOffload nothing leaves the device" in out and "as configured it fits" in out
     path.write_text(yaml.safe_dump(config_of(parity_folder, tmp_path, callbacks=[("PhaseOffload", {})])))
     assert "PhaseOffload: optimizer_moments, masters, reference_weights, kv_pool" in said(capsys, "--config", str(path))
-    with pytest.raises(SystemExit, match="--update-chunks plans a cluster, and the config is of one device"):
+    with pytest.raises(SystemExit, match="--update-chunks plans a cluster, and this plan is of the config's run"):
         said(capsys, "--config", str(path), "--update-chunks", "4")
     assert "weights shared from train TP 1" in said(capsys, "--config", str(path), "--gpus", "2")
 

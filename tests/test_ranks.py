@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers import make_prompt, picture
 
+from rollplex.buckets import buckets
 from rollplex.bundles import make_bundles
 from rollplex.colocation import check_same_model, check_same_settings
 from rollplex.data.batches import RankRows, RolloutBatchSampler, ShareSampler
@@ -23,7 +24,6 @@ from rollplex.models.replica import Replica
 from rollplex.rank_step import agree_on_share, filler
 from rollplex.ranks import Ranks
 from rollplex.units import UnitKind
-from rollplex.updates import buckets
 
 
 class ThreadRanks(Ranks):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -100,3 +102,16 @@ def test_lengths_have_the_mean_and_the_seed():
 def test_a_placement_that_does_not_divide_says_so():
     with pytest.raises(ValueError, match="gpus=12 is no multiple of train_tp=8"):
         Placement(12, 8, 4)
+
+
+def test_a_shared_vision_pass_runs_once_and_before():
+    """By hand: what leaves the engine's prefill and the actor's prefix comes before the rollout."""
+    model, place = Model(MODELS["Qwen2.5-VL-7B"], GPUS["H100"], EVEN), Placement()
+    apart, w = Workload(prompts=8, sigma=0, beta=0.1), Workload(prompts=8, sigma=0, beta=0.1, shared_vision=True)
+    frozen, both = Workload(prompts=8, sigma=0, beta=0.1, frozen_vision=True), replace(w, frozen_vision=True)
+    tower = 8 * model.tower(w.prompt_tokens, 1)
+    assert model.before(8, w, 1) == tower and model.before(8, apart, 1) == 0
+    serial = {x: step_time(model, x, place, "serial").total for x in (apart, w, frozen, both)}
+    assert serial[apart] - serial[w] == pytest.approx(tower)  # three passes forward become two: the reference's stays
+    assert serial[frozen] - serial[both] == pytest.approx(2 * tower)  # and one, where its tower is the same
+    assert serial[apart] - serial[frozen] == pytest.approx(3 * tower)  # backward and the forward it runs again

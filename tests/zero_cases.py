@@ -79,6 +79,7 @@ SOLO: dict[str, Case] = {
     **{f"phases{s}": case(z.phase_offload, s) for s in (0, 1, 2)},
     **{f"masters{s}": untied(z.masters, s) for s in ZERO},
     "export2": case(z.export, 2),
+    **{f"limited{s}": case(z.limited, s) for s in (0, 2)},
 }
 PAIR: dict[str, Case] = {
     **{f"train{s}": case(z.train, s) for s in STAGES},
@@ -97,15 +98,17 @@ PAIR: dict[str, Case] = {
     **{f"tensor_{f}2": of_family(f, z.gradient, 2, zero=TP, **CHECKPOINTED) for f in ("qwen2_vl", "qwen3_vl")},
     "tensor_validated2": case(z.validated, 2, zero=TP),
     "tensor_export2": case(z.export, 2, zero=TP),
+    **{f"ledger{s}": case(z.ledger, s) for s in STAGES},
+    "ledger2_bf16": case(z.ledger, 2, dtype="bfloat16", beta=0.04),
     "export3": case(z.export, 3),
     "export3_untied": untied(z.export, 3),
 }
 QUICK: dict[str, set[str]] = {
     "four": set(),
-    "solo": {"train1", "train2", "train3", "gradient3", "resume2", "stage", "parts", "offload2", "phases2", "masters3"},
+    "solo": {"train1", "train2", "train3", "gradient3", "resume2", "stage", "parts", "offload2", "phases2", "masters3", "limited2"},
     "pair": {
         "train0", "train2", "train3", "gradient3", "dapo_parts3", "text_image3", "uneven3", "alone3", "rows3", "resume0", "resume3",
-        "engine_0", "export3", "tensor2", "tensor_gradient2",
+        "engine_0", "export3", "tensor2", "tensor_gradient2", "ledger2", "ledger3",
     },
 }  # fmt: skip
 """World -> what the default tests read; the rest is read by slow ones."""

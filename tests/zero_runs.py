@@ -16,12 +16,13 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch import Callback, Trainer
-from runs import PictureTask, run
+from runs import EqualPictures, PictureTask, run
 
 from rollplex import GRPOModule, RollplexDDPStrategy, RollplexDeepSpeedStrategy, Sample, VLMDataModule
 from rollplex.callbacks import GroupStreaming, PhaseOffload, PrefixOverlap
 from rollplex.phases import Phase, PhaseCallback
 from rollplex.ranks import Ranks
+from rollplex.residency import Stage
 from rollplex.units import UnitKind
 
 LIMIT = 90
@@ -62,13 +63,14 @@ class Keep(Callback):
 
 
 def train(
-    model: str, root: Path, stage: int, *, extra=(), zero: dict[str, Any] | None = None, trainer=None, **settings
-):
+    model: str, root: Path, stage: int, *, extra=(), zero: dict[str, Any] | None = None, trainer=None, serial=False,
+    **settings,
+):  # fmt: skip
     """A run; returns what `Keep` kept."""
     keep = Keep()
     made = strategy(stage, **(zero or {}))
     options = {"strategy": made, "devices": WORLD} | (trainer or {})
-    run(model, root, trainer=options, callbacks=[*callbacks(), *extra, keep], **(STEPS | settings))
+    run(model, root, trainer=options, callbacks=[*([] if serial else callbacks()), *extra, keep], **(STEPS | settings))
     return keep.result
 
 
@@ -211,6 +213,9 @@ class KeepLedger(Callback):
     def on_train_start(self, trainer, pl_module):
         self.watch = pl_module.colocation.watch
 
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.tokens = len(batch[0])
+
 
 def phase_offload(model: str, root: Path, stage: int, **settings: Any) -> dict[str, Any]:
     """The same run with PhaseOffload and without, and what the ledger saw of the one with it."""
@@ -335,6 +340,22 @@ class Rows(Callback):
         self.validated += [g.prompt.sample.id for g in outputs]
 
 
+class ValidationMetrics(Callback):
+    """The last validation's."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, float] = {}
+
+    def on_validation_end(self, trainer, pl_module):
+        self.seen = {k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("val/")}
+
+
+VALIDATE = {
+    "limit_val_batches": 1.0, "num_sanity_val_steps": 0, "val_check_interval": 1, "check_val_every_n_epoch": 1,
+}  # fmt: skip
+"""Trainer settings: all rows, after each step."""
+
+
 class SevenAndFive(PictureTask):
     def samples(self, split: str) -> list[Sample]:
         return super().samples(split)[: 7 if split == "train" else 5]
@@ -342,25 +363,41 @@ class SevenAndFive(PictureTask):
 
 def uneven_rows(model: str, root: Path, stage: int, **settings: Any) -> dict[str, Any]:
     """DIST-09: 7 rows to train on, 5 to validate, batches of 4."""
-    rows = Rows()
-    seen: dict[str, float] = {}
-
-    class Metrics(Callback):
-        def on_validation_end(self, trainer, pl_module):
-            seen.update({k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("val/")})
-
-    trainer = {
-        "limit_val_batches": 1.0,
-        "num_sanity_val_steps": 0,
-        "val_check_interval": 1,
-        "check_val_every_n_epoch": 1,
-    }
+    rows, metrics = Rows(), ValidationMetrics()
     settings |= {"steps": 2}
-    kept = train(model, root, stage, extra=[rows, Metrics()], task=SevenAndFive(), trainer=trainer, **settings)
+    kept = train(model, root, stage, extra=[rows, metrics], task=SevenAndFive(), trainer=VALIDATE, **settings)
     ranks = Ranks.connect()
     return {
-        "trained": ranks.gather(rows.trained), "validated": ranks.gather(rows.validated), "metrics": ranks.gather(seen),
-        "steps": kept["steps"],
+        "trained": ranks.gather(rows.trained), "validated": ranks.gather(rows.validated),
+        "metrics": ranks.gather(metrics.seen), "steps": kept["steps"],
+    }  # fmt: skip
+
+
+# ---- memory ----
+
+
+def ledger(model: str, root: Path, stage: int, **settings: Any) -> dict[str, Any]:
+    """What the ledger of each rank saw of a serial run over equal prompts."""
+    kept = KeepLedger()
+    lengths = dict(max_completion_length=9, num_generations=4, learning_rate=1e-3, steps=2)
+    train(model, root, stage, extra=[kept], task=EqualPictures(), serial=True, **(lengths | settings))
+    ranks, watch = Ranks.connect(), kept.watch
+    seen = {name: size for name, size in watch.ledger.run.largest.items() if size}
+    return {"largest": ranks.gather(seen), "wrong": ranks.gather(watch.mismatches), "tokens": kept.tokens}
+
+
+def limited(model: str, root: Path, stage: int) -> dict[str, Any]:
+    """A limit on all states between what the window holds without and with all prefixes."""
+    look = KeepLedger()
+    free = train(model, root, stage, extra=[look], max_completion_length=24)
+    totals = look.watch.ledger.run.totals()
+    limit = int((totals[Stage.ROLLOUT] + totals[Stage.PREFIX_ACT]) / 2)
+    tight_look = KeepLedger()
+    tight = train(model, root, stage, extra=[tight_look], zero={"memory_limit_bytes": limit}, max_completion_length=24)
+    return {
+        "free": free["weights"], "tight": tight["weights"], "limit": limit,
+        "refused": tight["steps"][-1]["units_refused/memory"],
+        "held": tight_look.watch.ledger.step.totals().get(Stage.PREFIX_ACT, 0),
     }  # fmt: skip
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
 
+from rollplex.buckets import buckets
 from rollplex.models.split_model import SplitModel
 
 Gather = Callable[[Sequence[nn.Parameter]], AbstractContextManager[object]]
@@ -56,25 +57,11 @@ class Replica:
     def refresh(self, gather: Gather) -> None:
         """Take over the source's present weights. A collective."""
         self.peak_bytes = 0
-        for bucket in self._buckets():
+        stale = [p for p in self._parameters if p.requires_grad or not self.filled]
+        for bucket in buckets(stale, self.bucket_bytes, nbytes=lambda p: self._own[id(p)].nbytes):
             with gather(bucket):
                 for parameter in bucket:
                     self._own[id(parameter)].copy_(parameter.data)
             self.peak_bytes = max(self.peak_bytes, sum(self._own[id(p)].nbytes for p in bucket))
         self.filled = True
         self.model.version = self.source.version
-
-    def _buckets(self) -> Iterator[list[nn.Parameter]]:
-        bucket: list[nn.Parameter] = []
-        size = 0
-        for parameter in self._parameters:
-            if self.filled and not parameter.requires_grad:
-                continue
-            nbytes = self._own[id(parameter)].nbytes
-            if bucket and size + nbytes > self.bucket_bytes:
-                yield bucket
-                bucket, size = [], 0
-            bucket.append(parameter)
-            size += nbytes
-        if bucket:
-            yield bucket

@@ -49,6 +49,8 @@ class SuffixOutput:
     entropy_NR: Tensor
     mask_NR: Tensor
     """True for tokens that exist and lie in the policy's support (a banned token that came anyway is left out)."""
+    saved_bytes: int = 0
+    """Bytes that autograd saved for this pass's backward, besides the prefix's own tensors."""
 
 
 class SplitModel(ABC):
@@ -265,7 +267,12 @@ class SplitModel(ABC):
         ids_NR, lengths_N = ids_NR.to(self.device), lengths_N.to(self.device)
         banned_V = self.banned_mask()
         mask_NR = (torch.arange(r, device=self.device) < lengths_N[:, None]) & ~banned_V[ids_NR]
-        with torch.set_grad_enabled(grad), self._checkpointing(grad and self.suffix_checkpointing, "language_model"):
+        saved = SavedActivations(self.hf.parameters(), enabled=grad)
+        with (
+            torch.set_grad_enabled(grad),
+            saved,
+            self._checkpointing(grad and self.suffix_checkpointing, "language_model"),
+        ):
             hidden_NRH = prefix.last_hidden_BH.repeat_interleave(n // prefix.batch, dim=0).unsqueeze(1)
             if r > 1:
                 own_NTH = self._suffix_hidden(prefix, ids_NR[:, : r - 1])
@@ -275,7 +282,9 @@ class SplitModel(ABC):
             zeros_NR = torch.zeros(n, r, dtype=logps_M.dtype, device=self.device)
             logps_NR = zeros_NR.masked_scatter(mask_NR, logps_M)
             entropy_NR = zeros_NR.masked_scatter(mask_NR, entropy_M)
-        return SuffixOutput(logps_NR=logps_NR, entropy_NR=entropy_NR, mask_NR=mask_NR)
+        return SuffixOutput(
+            logps_NR=logps_NR, entropy_NR=entropy_NR, mask_NR=mask_NR, saved_bytes=saved.besides(prefix.leaves)
+        )
 
     def _logps(
         self, hidden_MH: Tensor, target_M: Tensor, temperature: float, banned_V: Tensor

@@ -27,14 +27,32 @@ KIND_ORDER = {kind: i for i, kind in enumerate(UnitKind)}
 
 
 def read_trace(path: Path) -> list[Span]:
-    """The spans of a file that TimelineLogger wrote."""
-    content: Any = json.loads(path.read_text())
-    lanes = {e["tid"]: e["args"]["name"] for e in content["traceEvents"] if e["ph"] == "M"}
-    return [
-        Span(lanes[e["tid"]], e["name"], e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6, e.get("args", {}))
-        for e in content["traceEvents"]
-        if e["ph"] == "X"
-    ]
+    """The spans of a file that TimelineLogger wrote; ValueError for another."""
+    try:
+        content: Any = json.loads(path.read_text())
+        lanes = {e["tid"]: e["args"]["name"] for e in content["traceEvents"] if e["ph"] == "M"}
+        spans = [
+            Span(lanes[e["tid"]], str(e["name"]), e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6, dict(e.get("args", {})))
+            for e in content["traceEvents"]
+            if e["ph"] == "X"
+        ]
+        for span in spans:
+            _check(span)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is no trace of TimelineLogger: {error!r}") from error
+    if not any(s.lane == PHASES and s.name == Phase.ROLLOUT for s in spans):
+        raise ValueError(f"{path} is no trace of a whole step: it has no rollout phase")
+    return spans
+
+
+def _check(span: Span) -> None:
+    """What is read of a span later is there."""
+    if span.lane == TRAIN_LANE:
+        UnitKind(span.name), int(span.arguments["index"])
+    elif span.lane == ROLLOUT_LANE and span.name == "decode":
+        int(span.arguments["rows"])
+    elif span.lane == GROUPS:
+        int(span.name)
 
 
 def traces_of(folder: Path) -> dict[str, list[Span]]:

@@ -1,7 +1,8 @@
 """`rollplex plan`: memory per phase, whether it fits, and predicted step times, before a GPU is touched.
 
-A config of one device is planned as its run will do it, with PhaseOffload or without. Flags, or degrees above one, plan
-a cluster with the residency of the paper.
+A config whose ranks train on one GPU each (strategy rollplex, rollplex_ddp, rollplex_zero) is planned as its run will
+do it, with PhaseOffload or without. Flags, or tensor-parallel degrees above one, plan a cluster with the residency of
+the paper.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from rollplex.planner.hardware import gpu_of
 from rollplex.planner.memory import GIB, MemorySettings
 from rollplex.planner.models import model_shape
 from rollplex.planner.plan import Plan, make_plan
+from rollplex.planner.ranges import FLAGS
 from rollplex.planner.run_memory import RunSettings
 from rollplex.planner.simulate import Placement, Rates, Workload
 from rollplex.reports.plots import write_plots
@@ -33,11 +35,12 @@ CLUSTER_ONLY = {
     "micro_tokens": "the config's responses_per_pass says it",
     "update_chunks": "PhaseOffload's update_chunk_bytes says it",
     "checkpoint_share": "prefix_on_host says it",
+    "shard_optimizer": "the strategy says it",
 }
-"""Memory flags that a config of one device answers itself."""
+"""Flags that a config answers itself when its run is planned."""
 WORK_FLAGS = ("prompts", "num_generations", "prompt_tokens", "visual_share", "response_tokens", "sigma", "beta")
-FROM_ZERO = ("sigma", "beta", "visual_share")
-"""Work flags that may be below 1."""
+FROM_CONFIG = ("shared_vision", "frozen_vision")
+"""Of the workload, what no flag says."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -54,24 +57,34 @@ def parser() -> argparse.ArgumentParser:
         for name in names:
             value = getattr(owner, name)
             flag = "--" + name.replace("_", "-")
-            out.add_argument(flag, type=type(value), default=None, help=f"default {value}")
+            out.add_argument(flag, type=type(value), default=None, help=f"default {value}; {FLAGS[name]}")
     out.add_argument(
         "--calibrate", default=None, metavar="RUN_DIR",
-        help="a run with TimelineLogger: unit seconds, alpha and r from its traces, predicted beside recorded seconds",
+        help="a run with TimelineLogger(every_n_steps=1): unit seconds, alpha and r from its traces but the first "
+        "step's, predicted beside recorded seconds",
     )  # fmt: skip
-    out.add_argument("--plots", default=None, metavar="DIR", help="write memory and timeline as pictures")
+    out.add_argument(
+        "--plots", default=None, metavar="DIR",
+        help="write memory and timeline of the plan and of --calibrate's run as pictures; its memory with MemoryReport",
+    )  # fmt: skip
     out.add_argument("--json", action="store_true", help="print numbers instead of tables")
     return out
 
 
 def plan_of(options: argparse.Namespace, calibration: Calibration | None = None) -> Plan:
     content = configs.read_config(options.config) if options.config else {}
+    flags = {name: value for name, value in vars(options).items() if value is not None}
+    for name in FLAGS.keys() & flags.keys():
+        flags[name] = FLAGS[name].take("--" + name.replace("_", "-"), flags[name])
     chosen = configs.workload_of(content) if content else {}
-    chosen |= {name: value for name, value in vars(options).items() if value is not None}
+    chosen |= flags
     if "model" not in chosen:
         raise ValueError("nothing to plan: give --model NAME_OR_FOLDER, or --config with model.init_args.model")
+    if content and "gpus" not in chosen:
+        chosen["gpus"] = configs.gpus_of_config(content)
     place = Placement(*(chosen.get(name, 1) for name in ("gpus", "train_tp", "rollout_tp")))
-    work = Workload(**{name: _number(Workload, name, chosen[name]) for name in WORK_FLAGS if name in chosen})
+    work = Workload(**{name: chosen[name] for name in (*WORK_FLAGS, *FROM_CONFIG) if name in chosen})
+    shape, gpu = model_shape(chosen["model"]), gpu_of(options.gpu, options.gpus_file)
     if content and {"prompts", "prompt_tokens"} <= chosen.keys():
         chosen.setdefault("boundary_tokens", -(-work.prompts // place.replicas) * work.prompt_tokens)
     memory = MemorySettings(
@@ -79,37 +92,70 @@ def plan_of(options: argparse.Namespace, calibration: Calibration | None = None)
         shard_optimizer=chosen.get("shard_optimizer", False), reference=work.beta > 0,
         **{name: chosen[name] for name in MEMORY_FLAGS if name in chosen},
     )  # fmt: skip
-    run = None
-    if content and place == Placement() and configs.on_one_device(content):
-        run = _run_settings(content, options, work)
+    run = _run_settings(content, flags, work, place) if content and _runs(content, place) else None
     rates = replace(Rates(), **calibration.rates) if calibration else None
-    gpu = gpu_of(options.gpu, options.gpus_file)
-    return make_plan(model_shape(chosen["model"]), gpu, place, memory, work, run, rates)
+    plan = make_plan(shape, gpu, place, memory, work, run, rates)
+    return replace(plan, assumptions=_assumptions(content, chosen, plan, calibration))
 
 
-def _run_settings(content: Mapping[str, Any], options: argparse.Namespace, work: Workload) -> RunSettings:
+def _runs(content: Mapping[str, Any], place: Placement) -> bool:
+    """Whether the config's own run is planned: each rank trains and decodes on one GPU."""
+    kind = configs.sharding_of(content).kind
+    return place.train_tp == place.rollout_tp == 1 and (
+        kind in ("ddp", "zero") or (kind == "plain" and place.gpus == 1)
+    )
+
+
+def _run_settings(
+    content: Mapping[str, Any], flags: Mapping[str, Any], work: Workload, place: Placement
+) -> RunSettings:  # fmt: skip
     for name, instead in CLUSTER_ONLY.items():
-        if getattr(options, name) is not None:
+        if name in flags:
             flag = "--" + name.replace("_", "-")
-            raise ValueError(f"{flag} plans a cluster, and the config is of one device: {instead}; leave {flag} out")
-    given: dict[str, Any] = {"prompt_tokens": work.prompt_tokens, "prompts": work.prompts, "reference": work.beta > 0}
+            raise ValueError(f"{flag} plans a cluster, and this plan is of the config's run: {instead}; leave it out")
+    given: dict[str, Any] = {"prompt_tokens": work.prompt_tokens, "reference": work.beta > 0, "ranks": place.gpus}
+    given |= {"prompts": -(-work.prompts // place.gpus)}
     given |= {"num_generations": work.num_generations, "visual_share": work.visual_share}
-    if options.boundary_tokens is not None:
-        given["prompt_tokens"] = -(-options.boundary_tokens // work.prompts)
-    if options.kv_pool_gib is not None:
-        given["kv_cache_bytes"] = int(options.kv_pool_gib * GIB)
-    if options.workspace_gib is not None:
-        given["workspace_gib"] = options.workspace_gib
+    if "boundary_tokens" in flags:
+        given["prompt_tokens"] = -(-flags["boundary_tokens"] // given["prompts"])
+    if "kv_pool_gib" in flags:
+        given["kv_cache_bytes"] = int(flags["kv_pool_gib"] * GIB)
+    if "workspace_gib" in flags:
+        given["workspace_gib"] = flags["workspace_gib"]
     return configs.settings_of(content, given)
 
 
-def _number(owner: type, name: str, value: Any) -> Any:
-    kind: Any = type(getattr(owner(), name))
-    value = kind(value)
-    least = 0 if name in FROM_ZERO else 1
-    if value < least:
-        raise ValueError(f"{name}={value} is too small; set at least {least}")
-    return value
+def _assumptions(
+    content: Mapping[str, Any], chosen: Mapping[str, Any], plan: Plan, calibration: Calibration | None
+) -> tuple[str, ...]:  # fmt: skip
+    """What the figures rest on and nobody said."""
+    w, found = plan.workload, []
+
+    def unless(name: str, text: str) -> None:
+        if name not in chosen:
+            found.append(text)
+
+    instead = "data's max_prompt_length or --prompt-tokens" if content else "--prompt-tokens"
+    unless("prompt_tokens", f"{w.prompt_tokens} tokens a prompt ({instead} is not set)")
+    unless("visual_share", f"{100 * w.visual_share:.0f} % of a prompt's tokens are visual (--visual-share)")
+    unless("prompts", f"{w.prompts} prompts in a rollout batch")
+    unless("num_generations", f"{w.num_generations} responses per prompt")
+    unless("response_tokens", f"{w.response_tokens:g} tokens a response on average")
+    unless("sigma", f"response lengths spread with sigma {w.sigma:g}, in the predicted seconds")
+    if plan.run is None:
+        unless("kv_pool_gib", f"a K/V pool of {plan.memory.kv_pool_gib:g} GiB on each GPU")
+        unless("boundary_tokens", f"{plan.memory.boundary_tokens} prompt tokens held by each training replica")
+        unless("workspace_gib", f"{plan.memory.workspace_gib:g} GiB of workspace on each GPU")
+    elif plan.run.workspace_gib:
+        unless("workspace_gib", f"{plan.run.workspace_gib:g} GiB of workspace on each GPU")
+    model = configs.model_of(content)
+    if not model.get("share_prefix", True):
+        found.append("one prefix per prompt in the memory, although share_prefix is false")
+    if "language_model" in (model.get("freeze") or ()):
+        found.append("activations as if the language model were trained, although freeze names it")
+    if calibration is None:
+        found.append("seconds from the GPU's data sheet and the rates of the paper's 32 H800 (--calibrate fits them)")
+    return tuple(found)
 
 
 def main(arguments: list[str]) -> None:

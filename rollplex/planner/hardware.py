@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
-from pathlib import Path
-from typing import Any
 
-import yaml
+from rollplex.planner.reading import read_yaml
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,8 @@ class Gpu:
     def __post_init__(self) -> None:
         for f in fields(self):
             value = getattr(self, f.name)
-            if f.name != "name" and not (isinstance(value, int | float) and value > 0):
+            good = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+            if f.name != "name" and not good:
                 raise ValueError(f"GPU {self.name!r}: {f.name}={value!r} must be a number above 0")
 
     @property
@@ -55,7 +55,7 @@ def gpus_of(path: str | None) -> dict[str, Gpu]:
     """The table, with the GPUs of a YAML file: name -> {memory_gb, tflops, bandwidth_tb, link_gb, sms}."""
     if path is None:
         return dict(GPUS)
-    content: Any = yaml.safe_load(Path(path).read_text())
+    content = read_yaml(path)
     if not isinstance(content, dict):
         raise ValueError(f"{path}: expected a mapping of GPU names to their figures")
     known = [f.name for f in fields(Gpu) if f.name != "name"]

@@ -24,6 +24,8 @@ class VisionShape:
     patches_per_token: int = 4
     patch_values: int = 3 * 2 * 14 * 14
     """Numbers in a patch: channels, frames, pixels."""
+    deepstack: int = 0
+    """Layers of the language model that it feeds besides the embeddings."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,11 @@ class ModelShape:
         return self.qkv_params + self.row_params + gate_up + norms + self.embedding_params
 
     @property
+    def feature_width(self) -> int:
+        """Numbers that the vision tower gives for one visual token."""
+        return self.hidden * (1 + (self.vision.deepstack if self.vision is not None else 0))
+
+    @property
     def params(self) -> int:
         return self.language_params + self.vision_params
 
@@ -100,7 +107,9 @@ def _shape(name: str, sizes: tuple[int, int, int, int, int, int], vision_params:
 SMALL_TOWER = VisionShape(32, 1280, 3420, 16, gated=True)
 LARGE_TOWER = VisionShape(32, 1280, 3456, 16, gated=True)
 QWEN3: dict[str, Any] = dict(
-    qkv_bias=False, qk_norm=True, vision=VisionShape(27, 1152, 4304, 16, gated=False, patch_values=3 * 2 * 16 * 16)
+    qkv_bias=False,
+    qk_norm=True,
+    vision=VisionShape(27, 1152, 4304, 16, gated=False, patch_values=3 * 2 * 16 * 16, deepstack=3),
 )
 MODELS: dict[str, ModelShape] = {
     m.name: m
@@ -133,10 +142,16 @@ def _from_folder(path: str) -> ModelShape:
     import torch
     from transformers import AutoConfig, AutoModelForImageTextToText
 
-    config: Any = AutoConfig.from_pretrained(path)
+    try:
+        config: Any = AutoConfig.from_pretrained(path)
+        with torch.device("meta"):
+            model = AutoModelForImageTextToText.from_config(config)
+    except Exception as error:  # transformers' checks of a config raise many kinds
+        raise ValueError(
+            f"model={path!r}: transformers makes no vision-language model of its config.json "
+            f"({str(error).splitlines()[0][:200] if str(error) else type(error).__name__})"
+        ) from error
     text = getattr(config, "text_config", config)
-    with torch.device("meta"):
-        model = AutoModelForImageTextToText.from_config(config)
     language = {id(p) for p in model.model.language_model.parameters()} | {id(p) for p in model.lm_head.parameters()}
     heads = text.num_attention_heads
     names = [name for name, _ in model.named_parameters()]
@@ -176,4 +191,5 @@ def _tower(config: Any, names: Sequence[str]) -> VisionShape | None:
     return VisionShape(
         depth, wide, ffn, heads, any("visual" in n and ".mlp.gate_proj" in n for n in names),
         patches_per_token=side**2, patch_values=3 * getattr(c, "temporal_patch_size", 1) * patch**2,
+        deepstack=len(getattr(c, "deepstack_visual_indexes", None) or ()),
     )  # fmt: skip

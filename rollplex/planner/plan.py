@@ -28,18 +28,20 @@ class Plan:
     """Empty: it fits. None: nothing that the planner knows makes it fit."""
     times: dict[str, StepTime] = field(default_factory=dict)
     run: RunSettings | None = None
-    """Of a run on one device, planned as it is configured."""
+    """Of a rank of the config's run, planned as it is configured."""
     rates: Rates = field(default_factory=Rates)
+    assumptions: tuple[str, ...] = ()
+    """What the figures rest on and nobody said."""
 
     @property
     def ledger(self) -> Ledger:
         return Ledger(self.states)
 
     @property
-    def resident_peak(self) -> float:
-        """Bytes if nothing ever left the device: of a run its largest stage, of a cluster everything at once."""
+    def without_offload(self) -> float | None:
+        """Bytes of the largest stage of the config's run without PhaseOffload; None of a cluster."""
         if self.run is None:
-            return naive_bytes(self.states)
+            return None
         return max(stage_bytes(run_states(self.shape, resident(self.run))).values())
 
     @property
@@ -49,7 +51,7 @@ class Plan:
             return None
         if self.run is None:
             return [str(c) for c in self.changes]
-        return [in_config_words(c.name, c.old, c.new) for c in self.changes]
+        return [in_config_words(c.name, c.old, c.new, self.run.ranks) for c in self.changes]
 
     @property
     def layout(self) -> dict[str, float]:
@@ -66,7 +68,8 @@ class Plan:
             "gpu": self.gpu.name,
             "params": self.shape.params,
             "states_gib": {s.name: s.bytes / GIB for s in self.states},
-            "naive_gib": self.resident_peak / GIB,
+            "naive_gib": naive_bytes(self.states) / GIB,
+            "without_offload_gib": self.without_offload / GIB if self.without_offload is not None else None,
             "stages_gib": {stage.value: size / GIB for stage, size in stage_bytes(self.states).items()},
             "gpu_gib": self.gpu.memory / GIB,
             "fits": self.changes == [],
@@ -75,6 +78,7 @@ class Plan:
             "rebuilt_gib": self.layout["rebuilt"] / self.place.rollout_tp / GIB,
             "second_copy_gib": 2 * self.shape.language_params / self.place.train_tp / GIB,
             "seconds": {name: time.total for name, time in self.times.items()},
+            "assumptions": list(self.assumptions),
         }
 
 

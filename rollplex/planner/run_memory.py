@@ -1,7 +1,9 @@
-"""Bytes on the device of a run on one device, as its config sets it up: what the run's own ledger will record.
+"""Bytes on each device of a run as its config sets it up: what the run's own ledger will record on a rank.
 
 Without `PhaseOffload` every state stays; with it each leaves in the stages that do not need it. Prefix work in the
-decode window holds the prefixes of the whole rollout batch; without it one pass at a time.
+decode window holds the prefixes of the whole rollout batch; without it one pass at a time. Several ranks share the
+batch; ZeRO shards what its stage says. Gradients are whole on every rank, whatever the stage, until the update's one
+reduction: backward calls of a step run inside DeepSpeed's scope in which nothing is reduced.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rollplex.optim import packed
-from rollplex.planner.activations import prefix_activations, text_bytes
+from rollplex.planner.activations import suffix_activations, text_bytes, tower_activations
 from rollplex.planner.models import ModelShape
 from rollplex.residency import (
     ACTIVATIONS,
@@ -28,8 +30,11 @@ from rollplex.residency import (
     PR,
     REFERENCE,
     REFERENCE_KV,
+    SUFFIX,
+    VISION,
     R,
     S,
+    Stage,
     State,
     StateClass,
     T,
@@ -39,6 +44,10 @@ from rollplex.residency import (
 
 OFFLOADABLE = (MOMENTS, MASTERS, REFERENCE, KV_POOL, ACTIVATIONS)
 """What PhaseOffload's "auto" takes."""
+MOVED_BY_DEEPSPEED = (MOMENTS, MASTERS)
+"""Under ZeRO-3 of its own FusedAdam only, which no run here has."""
+FLAT_BYTES = 256 * 1024**2
+"""Gradients that `rollplex_ddp` reduces by one collective."""
 VOCAB_MULTIPLE = 64
 """vLLM pads its vocabulary to a multiple of this."""
 
@@ -49,8 +58,16 @@ class RunSettings:
 
     itemsize: int = 4
     """Bytes of a parameter: 4 float32, 2 bfloat16 (then with float32 masters)."""
+    ranks: int = 1
+    """Data-parallel processes, one for each device."""
+    zero: int = 0
+    """DeepSpeed's stage; 0: everything is whole on each rank."""
+    reduce_bucket: int = 500_000_000
+    """Elements that DeepSpeed reduces by one collective."""
+    persistence: int = 100_000
+    """ZeRO-3 keeps parameters of at most so many elements whole on every rank."""
     prompts: int = 32
-    """Of a rollout batch."""
+    """Of a rank's part of the rollout batch."""
     num_generations: int = 8
     prompt_tokens: int = 1800
     visual_share: float = 1.0
@@ -82,6 +99,8 @@ class RunSettings:
     """vLLM computes with the trainer's tensors."""
     engine_vision: bool = True
     """vLLM has a vision tower."""
+    shared_vision: bool = False
+    """One vision pass, before the rollout, for engine and trainer."""
     kv_cache_bytes: int | None = None
     """Of vLLM's pool; None is what `kv_share` of the device leaves beside vLLM's weights."""
     kv_share: float = 0.5
@@ -95,6 +114,16 @@ class RunSettings:
     @property
     def on_host(self) -> bool:
         return self.prefix_on_host or ACTIVATIONS in self.offload
+
+    @property
+    def frozen_vision(self) -> bool:
+        """Nothing between pixels and language model is trained."""
+        return {"vision_tower", "projector"} <= set(self.freeze)
+
+    @property
+    def first_mini_batch(self) -> int:
+        """Prompts of the update that follows the rollout."""
+        return -(-self.prompts // self.num_mini_batches)
 
 
 def run_states(m: ModelShape, s: RunSettings) -> list[State]:
@@ -116,19 +145,31 @@ def trained(m: ModelShape, s: RunSettings) -> int:
 def _trainer_states(m: ModelShape, s: RunSettings) -> Iterator[State]:
     weights, learning = float((m.params + s.lora_params) * s.itemsize), trained(m, s)
     narrow = s.itemsize < 4
-    kind = StateClass.REGENERABLE if narrow else StateClass.PERMANENT
-    yield run_state(PARAMETERS, weights, kind=kind)
-    optimizer = {MOMENTS: 8.0 * learning} | ({MASTERS: 4.0 * learning} if narrow else {})
+    part_of = s.ranks if s.zero == 3 else 1
+    kind = StateClass.REGENERABLE if narrow or s.zero else StateClass.PERMANENT
+    yield run_state(PARAMETERS, weights / part_of + _persistent(m, s), kind=kind)
+    # DeepSpeed keeps float32 masters of float32 parameters, too.
+    optimizer = {MOMENTS: 8.0 * learning} | ({MASTERS: 4.0 * learning} if narrow or s.zero else {})
     part = _chunks_share(m, s, 12 if narrow else 8)
     for name, size in optimizer.items():
-        gone = name in s.offload
+        gone, size = name in s.offload, size / (s.ranks if s.zero else 1)
         yield run_state(name, size, resident=size * part if gone else None, left=0.0 if gone else size)
     grown = {T, U} | ({PA, S} if s.streaming else set())
-    yield run_state(GRADIENTS, float(learning * s.itemsize), needed=frozenset(grown))
+    gradients, own = float(learning * s.itemsize), float(learning * s.itemsize) / part_of if s.zero == 3 else 0.0
+    yield run_state(GRADIENTS, gradients + own, needed=frozenset(grown), left=own)
     if s.reference and not s.lora_params:
         needed = {S} | ({PR} if s.overlap else set()) | ({PA} if s.overlap and (s.streaming or s.reuse) else set())
         left = 0.0 if REFERENCE in s.offload else weights
         yield run_state(REFERENCE, weights, needed=frozenset(needed), left=left)
+
+
+def _persistent(m: ModelShape, s: RunSettings) -> float:
+    """Of small parameters, which ZeRO-3 keeps whole beside their shards."""
+    if s.zero != 3:
+        return 0.0
+    norms = (2 * m.layers + 1, m.hidden)
+    small = sum(n for n in m.sizes if n <= s.persistence) if m.sizes else norms[0] * norms[1]
+    return float(small * s.itemsize)
 
 
 def _chunks_share(m: ModelShape, s: RunSettings, per_element: int) -> float:
@@ -143,33 +184,34 @@ def _chunks_share(m: ModelShape, s: RunSettings, per_element: int) -> float:
 
 
 def _engine_states(m: ModelShape, s: RunSettings) -> Iterator[State]:
-    if s.engine == "remote":
-        return
     released = s.releases_kv or KV_POOL in s.offload
     per_token = m.kv_bytes_per_token * s.itemsize / 2
+    own = float(m.params * s.itemsize) if s.zero == 3 else 0.0  # the whole weights that an engine reads
+    if s.engine == "vllm" and not s.shared_weights:
+        padding = -m.vocab % VOCAB_MULTIPLE * m.hidden * (1 if m.tied else 2)
+        own += float((m.params - (0 if s.engine_vision else m.vision_params) + padding) * s.itemsize)
+    elif s.engine == "vllm":
+        own += float(s.lora_merged * s.itemsize)
+    if own:
+        yield run_state(ENGINE_WEIGHTS, own, left=own)
+    if s.engine == "remote":
+        return
     if s.engine == "vllm":
-        if not s.shared_weights:
-            padding = -m.vocab % VOCAB_MULTIPLE * m.hidden * (1 if m.tied else 2)
-            own = float((m.params - (0 if s.engine_vision else m.vision_params) + padding) * s.itemsize)
-            yield run_state(ENGINE_WEIGHTS, own, left=own)
-        elif s.lora_merged:
-            merged = float(s.lora_merged * s.itemsize)
-            yield run_state(ENGINE_WEIGHTS, merged, left=merged)
         pool = float(s.kv_cache_bytes or 0)
         yield run_state(KV_POOL, pool, left=0.0 if released else pool)
         return
     # TorchEngine: the prompts' K/V (the trainer's, with PrefillReuse) and room for what the rows sample.
     prompts = 0.0 if s.reuse else s.prompts * s.prompt_tokens * per_token
     rows = min(s.max_num_seqs, s.prompts * s.num_generations)
-    own = rows * (s.max_completion_length - 1) * per_token
-    yield run_state(KV_POOL, prompts + own, left=0.0 if released else own)
+    room = rows * (s.max_completion_length - 1) * per_token
+    yield run_state(KV_POOL, prompts + room, left=0.0 if released else room)
 
 
 def _pass_states(m: ModelShape, s: RunSettings) -> Iterator[State]:
     per_token = m.kv_bytes_per_token * s.itemsize / 2
     one_pass = min(s.prompts_per_pass, s.prompts)
     held = s.prompts if s.overlap else one_pass
-    first = -(-s.prompts // s.num_mini_batches) if s.overlap or s.reuse else one_pass
+    first = s.first_mini_batch if s.overlap or s.reuse else one_pass
 
     def boundary(prompts: float) -> float:
         return prompts * (s.prompt_tokens * per_token + m.hidden * s.itemsize)
@@ -182,23 +224,51 @@ def _pass_states(m: ModelShape, s: RunSettings) -> Iterator[State]:
         yield run_state(OLD_KV, boundary(old), needed=frozenset({S} | ({PA} if s.overlap or s.reuse else set())))
     early = {PA, S} if s.overlap else set()
     early |= {R, PR, PA, S} if s.reuse else set()
-    tokens = first * s.prompt_tokens
-    saved = prefix_activations(
-        m, s.itemsize, tokens, s.visual_share * tokens, checkpointing=s.prefix_checkpointing
-    )  # fmt: skip
-    kv, here = boundary(first), 0.0 if s.on_host else saved
+    text, tower = _saved(m, s, first)
+    kv, here = boundary(first), 0.0 if s.on_host else text + tower
     if s.prefix_budget_bytes is not None and kv + here > s.prefix_budget_bytes:
         kv, here = (x * s.prefix_budget_bytes / (kv + here) for x in (kv, here))
     yield run_state(ACTOR_KV, kv, needed=frozenset({T} | early))
-    yield run_state(ACTIVATIONS, saved, resident=here, needed=frozenset({T} | early))
+    if s.shared_vision:
+        width = m.feature_width * s.itemsize
+        features = s.visual_share * s.prompt_tokens * width * s.prompts
+        last = features if s.frozen_vision else features / s.prompts * s.first_mini_batch
+        yield run_state(VISION, features, elsewhere={T: last})
+    # Shared towers' graphs are there from before the rollout, the text's as prefixes are.
+    before = here * tower / (text + tower) if s.shared_vision else 0.0
+    stages: Iterator[Stage] = (x for x in (R, PR, PA, S) if x not in early)
+    elsewhere = {x: before for x in stages} if s.shared_vision else None
+    yield run_state(ACTIVATIONS, text + tower, resident=here, needed=frozenset({T} | early), elsewhere=elsewhere)
+    rows = (s.responses_per_pass or s.num_generations) * one_pass
+    suffix = suffix_activations(
+        m, s.itemsize, rows, s.max_completion_length, checkpointing=s.suffix_checkpointing
+    )  # fmt: skip
+    yield run_state(SUFFIX, suffix, needed=frozenset({T} | ({PA} if s.streaming else set())))
+
+
+def _saved(m: ModelShape, s: RunSettings, prompts: int) -> tuple[float, float]:
+    """(text model, vision tower): what autograd saves for the prefixes of `prompts` prompts; of shared towers, for
+    those of the whole first mini-batch."""
+    tokens = prompts * s.prompt_tokens
+    text = tokens * text_bytes(m, s.itemsize, checkpointing=s.prefix_checkpointing)
+    if s.frozen_vision:
+        return text, 0.0
+    seen = (s.first_mini_batch * s.prompt_tokens if s.shared_vision else tokens) * s.visual_share
+    return text, tower_activations(m, s.itemsize, seen, checkpointing=s.prefix_checkpointing)
 
 
 def _temporary(m: ModelShape, s: RunSettings) -> Iterator[State]:
-    """What the run's ledger has no name for: it lives inside one unit."""
-    rows = (s.responses_per_pass or s.num_generations) * min(s.prompts_per_pass, s.prompts)
-    suffix = rows * s.max_completion_length * text_bytes(m, s.itemsize, checkpointing=s.suffix_checkpointing)
-    stages = frozenset({T} | ({PA} if s.streaming else set()))
-    yield State("suffix activations", suffix, stages, StateClass.PHASE_LOCAL)
+    """What no holder of the run's ledger owns: buffers of single operations, and what is no tensor at all."""
+    if s.zero:
+        # The whole of it, however small the model.
+        size = float(s.reduce_bucket * s.itemsize)
+        yield State("reduction buffer", size, frozenset({U}), StateClass.PHASE_LOCAL, left=size if s.zero == 3 else 0.0)
+    elif s.ranks > 1:
+        size = float(min(FLAT_BYTES, trained(m, s) * s.itemsize))
+        yield State("reduction buffer", size, frozenset({U}), StateClass.PHASE_LOCAL)
+    if s.zero == 3:
+        largest = float(max(m.sizes, default=m.vocab * m.hidden) * s.itemsize)
+        yield State("gathered parameters", largest, frozenset({PA, S, T}), StateClass.PHASE_LOCAL)
     if s.workspace_gib:
         yield State("workspace", s.workspace_gib * 1024**3, ALL, StateClass.PHASE_LOCAL)
 
@@ -208,14 +278,16 @@ def _temporary(m: ModelShape, s: RunSettings) -> Iterator[State]:
 
 def run_knobs(s: RunSettings, m: ModelShape) -> Iterator[tuple[str, Any]]:
     """(setting, value), each a step further than the one before: first what costs no time, then what costs some."""
-    yield "offload", OFFLOADABLE[:4]
+    moved = tuple(name for name in OFFLOADABLE if s.zero != 3 or name not in MOVED_BY_DEEPSPEED)
+    yield "offload", tuple(name for name in moved if name != ACTIVATIONS)
     if s.engine == "vllm":
         yield "shared_weights", True
     yield "prefix_checkpointing", True
     yield "suffix_checkpointing", True
-    yield "offload", OFFLOADABLE
+    yield "offload", moved
     largest = (8 if s.itemsize == 4 else 12) * max(m.sizes, default=m.vocab * m.hidden)
-    yield "update_chunk_bytes", largest
+    if not s.zero:
+        yield "update_chunk_bytes", largest
     if s.responses_per_pass != 1:
         yield "responses_per_pass", 1
     for part in (2, 4, 8, 16):
@@ -237,12 +309,14 @@ NAMES = {
 """Settings as a config calls them, where it has another name."""
 
 
-def in_config_words(name: str, old: Any, new: Any) -> str:
-    """One change, as somebody would write it into the config."""
+def in_config_words(name: str, old: Any, new: Any, ranks: int = 1) -> str:
+    """One change, as somebody would write it into the config. ranks: they share the config's batch."""
+    if name == "prompts":
+        old, new = old * ranks, new * ranks
     if name == "itemsize":
         old, new = ({2: "bfloat16", 4: "float32"}[x] for x in (old, new))
     if name == "offload":
-        old, new = old and list(old), "auto" if set(new) == set(OFFLOADABLE) else list(new)
+        old, new = old and list(old), "auto" if ACTIVATIONS in new else list(new)
     return f"{NAMES.get(name, name)} {old or 'none'} -> {new}"
 
 

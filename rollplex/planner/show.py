@@ -7,7 +7,7 @@ from rich.table import Table
 
 from rollplex.planner.calibrate import Calibration
 from rollplex.planner.plan import Plan
-from rollplex.reports.tables import ledger_table
+from rollplex.reports.tables import amount, ledger_table, unit_for
 
 
 def memory_table(plan: Plan) -> Table:
@@ -31,35 +31,42 @@ def time_table(plan: Plan) -> Table:
 
 
 def show_plan(plan: Plan, console: Console) -> None:
-    facts = plan.to_dict()
+    """Every size in the table's unit; "naive" is the sum of all states, as if all were there at once."""
     console.print(memory_table(plan))
-    room, peak = facts["gpu_gib"], max(facts["stages_gib"].values())
-    _show_residency(plan, console, room)
+    totals = plan.ledger.planned_totals()
+    naive = plan.ledger.naive_total()
+    unit = unit_for(max([*totals.values(), naive]))
+    room, peak = (amount(size, unit) for size in (plan.gpu.memory, max(totals.values())))
+    _show_residency(plan, console, unit)
     as_planned = "by phase" if plan.run is None else "as configured"
     if plan.changes == []:
-        console.print(f"{as_planned} it fits: peak {peak:.1f} GiB of {room:.1f}")
+        console.print(f"{as_planned} it fits: peak {peak} of {room}")
     elif plan.changes is None:
         advice = "no knob of one node helps: use a smaller model or a larger GPU"
         if plan.run is not None:
-            advice = "no setting helps on one device: use a smaller model or a larger GPU"
-        console.print(f"{as_planned} it does not fit: peak {peak:.1f} GiB of {room:.1f}, and {advice}")
+            advice = "no setting helps on these devices: use a smaller model or a larger GPU"
+        console.print(f"{as_planned} it does not fit: peak {peak} of {room}, and {advice}")
     else:
         changes = ", ".join(plan.advice or [])
-        console.print(f"{as_planned} it does not fit: peak {peak:.1f} GiB of {room:.1f}; it does with {changes}")
+        console.print(f"{as_planned} it does not fit: peak {peak} of {room}; it does with {changes}")
     if plan.run is None:
+        facts = plan.to_dict()
         shares = ", ".join(f"{name} {100 * share:.1f} %" for name, share in facts["layout"].items())
         console.print(
             f"weights shared from train TP {plan.place.train_tp} to rollout TP {plan.place.rollout_tp}: {shares}; "
             f"{facts['rebuilt_gib']:.2f} GiB rebuilt, where a second copy takes {facts['second_copy_gib']:.2f}"
         )
-    console.print(time_table(plan))
+    if plan.times:
+        console.print(time_table(plan))
+    if plan.assumptions:
+        console.print("assumed: " + "; ".join(plan.assumptions))
 
 
-def _show_residency(plan: Plan, console: Console, room: float) -> None:
+def _show_residency(plan: Plan, console: Console, unit: tuple[int, str]) -> None:
     """What leaves the device and what stays, in this plan and in what this version does."""
-    naive = plan.to_dict()["naive_gib"]
+    naive, room = plan.ledger.naive_total(), plan.gpu.memory
     whole = "fits" if naive <= room else "does not fit"
-    console.print(f"everything resident {whole}: {naive:.1f} GiB of {room:.1f}")
+    console.print(f"everything resident at once (naive) {whole}: {amount(naive, unit)} of {amount(room, unit)}")
     if plan.run is None:
         console.print(
             "By phase: what a phase does not need has left the device, as the callback PhaseOffload does it, and "
@@ -70,8 +77,12 @@ def _show_residency(plan: Plan, console: Console, room: float) -> None:
                 "With train TP above 1 this version keeps embeddings, head and vision tower whole on each GPU; the "
                 "plan splits embeddings and head."
             )
-    elif plan.run.offload:
-        console.print(f"PhaseOffload: {', '.join(plan.run.offload)} leave the device where they are not needed")
+        return
+    if plan.run.offload:
+        console.print(
+            f"PhaseOffload: {', '.join(plan.run.offload)} leave the device where they are not needed; without it the "
+            f"peak is {amount(plan.without_offload or 0.0, unit)}"
+        )
     else:
         console.print("Without the callback PhaseOffload nothing leaves the device before its last use")
 

@@ -41,6 +41,10 @@ class Workload:
     """False: trainer and reference compute the prefix once per response."""
     recompute: bool = True
     """Activation checkpointing: backward runs the forward again."""
+    shared_vision: bool = False
+    """One vision pass per prompt, before the rollout; engine and actor read it, the reference too if it is frozen."""
+    frozen_vision: bool = False
+    """Nothing between pixels and language model is trained."""
     seed: int = 0
 
 
@@ -81,6 +85,8 @@ class Placement:
     rollout_tp: int = 1
 
     def __post_init__(self) -> None:
+        if self.gpus < 1:
+            raise ValueError(f"gpus={self.gpus} must be at least 1")
         for name in ("train_tp", "rollout_tp"):
             degree = getattr(self, name)
             if degree < 1 or self.gpus % degree:
@@ -121,9 +127,12 @@ class Model:
         s, peak = self.shape, self.gpu.tflops * 1e12 * self.rates.gemm
         gemm = 2 * (s.language_params - (not s.tied) * s.vocab * s.hidden) * tokens
         attention = 4 * s.layers * s.heads * s.head_dim * context * tokens
-        vision = 2 * 4 * s.vision_params * visual
         reduce = 2 * s.layers * self.all_reduce(2 * s.hidden * tokens, tp) * self.rates.exposed
-        return (gemm + attention + vision) / (tp * peak) + reduce
+        return (gemm + attention) / (tp * peak) + reduce + self.tower(visual, tp)
+
+    def tower(self, visual: float, tp: int) -> float:
+        """The vision tower over the patches of `visual` tokens, four of each."""
+        return 2 * 4 * self.shape.vision_params * visual / (tp * self.rates.gemm * self.gpu.tflops * 1e12)
 
     def all_reduce(self, size: float, tp: int) -> float:
         """Ring: 2 (t-1)/t of the bytes over one direction of the link."""
@@ -143,17 +152,26 @@ class Model:
     def units(self, group: int, lengths: Sequence[int], w: Workload, tp: int) -> list[Unit]:
         """Of one group, in the serial order of the train lane."""
         copies = 1 if w.share_prefix else w.num_generations
+        shared = w.shared_vision and w.share_prefix
         p = w.prompt_tokens
-        prefix = copies * self.forward(p, p / 2, tp, visual=w.visual_share * p)
+        text, tower = copies * self.forward(p, p / 2, tp), copies * self.tower(w.visual_share * p, tp)
         tokens = float(sum(lengths))
         suffix = self.forward(tokens, p + tokens / len(lengths) / 2, tp)
         back = 3 if w.recompute else 2
-        reference = [Unit(prefix, group, False), Unit(suffix, group, True)] if w.beta > 0 else []
-        return [*reference, Unit(prefix, group, False), Unit((1 + back) * suffix + back * prefix, group, True)]
+        seen = 0.0 if shared and w.frozen_vision else tower
+        reference = [Unit(text + seen, group, False), Unit(suffix, group, True)] if w.beta > 0 else []
+        backward = back * text + (0.0 if w.frozen_vision else back * tower)
+        prefix = Unit(text if shared else text + tower, group, False)
+        return [*reference, prefix, Unit((1 + back) * suffix + backward, group, True)]
+
+    def before(self, prompts: int, w: Workload, tp: int) -> float:
+        """Seconds before the engine starts: the shared vision passes of a replica's prompts."""
+        return prompts * self.tower(w.visual_share * w.prompt_tokens, tp) if w.shared_vision and w.share_prefix else 0.0
 
     def rollout(self, lengths: Sequence[Sequence[int]], w: Workload, tp: int) -> tuple[float, list[float]]:
         """One engine: seconds until the window opens, and when each of its groups is complete, without co-runner."""
-        prompt = self.forward(w.prompt_tokens, w.prompt_tokens / 2, tp, visual=w.visual_share * w.prompt_tokens)
+        visual = 0.0 if w.shared_vision else w.visual_share * w.prompt_tokens
+        prompt = self.forward(w.prompt_tokens, w.prompt_tokens / 2, tp, visual=visual)
         opens = prompt * len(lengths)
         left = sorted((n for group in lengths for n in group), reverse=True)
         now, done, finish = opens, 0, {0: opens}
@@ -198,8 +216,9 @@ def step_time(model: Model, w: Workload, place: Placement, schedule: str) -> Ste
         finish = [t for part in finishes for t in part]
         units = [u for g, row in enumerate(replica.tolist()) for u in model.units(g, row, w, place.train_tp)]
         end, decoded, beside = run_lanes(units, finish, max(opens), schedule, model.rates)
-        ends.append(end)
-        rollouts.append(decoded)
+        first = model.before(len(replica), w, place.train_tp)
+        ends.append(first + end)
+        rollouts.append(first + decoded)
         hidden.append(beside)
     fixed = model.rates.update + 2 * model.rates.switch
     return StepTime(max(ends) + fixed, max(rollouts), sum(hidden) / len(hidden))
@@ -261,16 +280,17 @@ def lane_spans(model: Model, w: Workload, place: Placement, schedule: str) -> li
     opens, finishes = zip(*(model.rollout(part.tolist(), w, place.rollout_tp) for part in per_engine), strict=True)
     finish = [t for part in finishes for t in part]
     units = [u for g, row in enumerate(lengths.tolist()) for u in model.units(g, row, w, place.train_tp)]
-    spans: list[Span] = []
+    first = model.before(len(lengths), w, place.train_tp)
+    spans = [Span(TRAIN_LANE, "vision", 0.0, first)] if first else []
 
     def note(unit: Unit, start: float, end: float) -> None:
         name = "suffix" if unit.needs_responses else "prefix"
-        spans.append(Span(TRAIN_LANE, name, start, end, {"group": unit.group}))
+        spans.append(Span(TRAIN_LANE, name, first + start, first + end, {"group": unit.group}))
 
-    _, decoded, _ = run_lanes(units, finish, max(opens), schedule, model.rates, note)
-    prefill = Span(ROLLOUT_LANE, "prefill", 0.0, max(opens))
-    engine = [prefill, Span(ROLLOUT_LANE, "decode", max(opens), decoded)]
-    return engine + [replace(s, arguments=s.arguments | {"hidden": s.start < decoded}) for s in spans]
+    decoded = first + run_lanes(units, finish, max(opens), schedule, model.rates, note)[1]
+    opened = first + max(opens)
+    engine = [Span(ROLLOUT_LANE, "prefill", first, opened), Span(ROLLOUT_LANE, "decode", opened, decoded)]
+    return engine + [replace(s, arguments=s.arguments | {"hidden": opened <= s.start < decoded}) for s in spans]
 
 
 def disaggregated_time(model: Model, w: Workload, place: Placement) -> StepTime:
@@ -290,8 +310,13 @@ def disaggregated_time(model: Model, w: Workload, place: Placement) -> StepTime:
 
 
 def compare(model: Model, w: Workload, place: Placement) -> dict[str, StepTime]:
-    """All schedules, with and without one prefix per group."""
+    """All schedules, with and without one prefix per group. ValueError where a replica would have no prompt."""
     out = {}
+    parts = max(place.replicas, place.engines)
+    if w.prompts < parts:
+        raise ValueError(
+            f"prompts={w.prompts} leaves some of {parts} GPU groups without work: set at least {parts}, or fewer GPUs"
+        )
     for shared in (False, True):
         work = replace(w, share_prefix=shared)
         for schedule in SCHEDULES:

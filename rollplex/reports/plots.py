@@ -103,11 +103,18 @@ def write_plots(folder: Path, plan: Plan | None, run_dir: Path | None) -> list[P
     if run_dir is not None:
         ledgers = sorted(run_dir.glob("memory*.json"), key=lambda path: path.stat().st_mtime)
         if ledgers:
-            profile = profile_from_json(json.loads(ledgers[-1].read_text())["states"])
+            profile = _recorded(ledgers[-1])
             written.append(plot_memory(profile, f"{run_dir.name}, recorded", folder / "run_memory.png"))
         name, spans = next(reversed(traces_of(run_dir).items()))
         written.append(plot_timeline(lanes_of(spans), f"{run_dir.name}, {name}", folder / "run_timeline.png"))
     return written
+
+
+def _recorded(path: Path) -> Profile:
+    try:
+        return profile_from_json(json.loads(path.read_text())["states"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is no file of MemoryReport: {error!r}") from error
 
 
 def _saved(figure: Any, path: Path) -> Path:

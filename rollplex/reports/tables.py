@@ -16,6 +16,11 @@ def unit_for(largest: float) -> tuple[int, str]:
     return next((unit for unit in UNITS if largest >= unit[0]), UNITS[-1])
 
 
+def amount(size: float, unit: tuple[int, str]) -> str:
+    """A size in a given unit."""
+    return f"{size / unit[0]:,.1f} {unit[1]}"
+
+
 def ledger_table(
     title: str, profile: Profile, classes: Mapping[str, str], *, whole: Mapping[str, float] | None = None
 ) -> Table:

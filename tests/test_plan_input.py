@@ -1,0 +1,211 @@
+"""`rollplex plan` on what people type and write: every broken setting, config, trace or file is one clear line."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rollplex.cli import main
+from rollplex.planner.configs import gpus_of_config, read_config
+
+CONFIG: dict[str, Any] = {
+    "model": {
+        "class_path": "rollplex.GRPOModule",
+        "init_args": {"model": "Qwen2.5-VL-3B", "num_generations": 4, "max_completion_length": 64},
+    },
+    "data": {"class_path": "rollplex.VLMDataModule", "init_args": {"batch_size": 8, "max_prompt_length": 300}},
+    "trainer": {
+        "strategy": {
+            "class_path": "rollplex.RollplexStrategy",
+            "init_args": {"engine": {"class_path": "rollplex.engines.VLLMEngine", "init_args": {}}},
+        },
+        "callbacks": [{"class_path": "rollplex.callbacks.PhaseOffload", "init_args": {}}],
+    },
+}  # fmt: skip
+
+
+def changed(where: str, value: Any) -> dict[str, Any]:
+    """CONFIG with one entry, named by its path, set."""
+    content = copy.deepcopy(CONFIG)
+    *parents, last = [int(x) if x.isdigit() else x for x in where.split("/")]
+    target: Any = content
+    for name in parents:
+        target = target[name]
+    target[last] = value
+    return content
+
+
+def said(capsys, tmp_path: Path, content: Any, *flags: str) -> str:
+    path = tmp_path / "config.yaml"
+    path.write_text(content if isinstance(content, str) else yaml.safe_dump(content))
+    main(["plan", "--config", str(path), *flags])
+    return " ".join(capsys.readouterr().out.split())
+
+
+MODEL, DATA, STRATEGY = "model/init_args", "data/init_args", "trainer/strategy/init_args"
+ENGINE, OFFLOAD = f"{STRATEGY}/engine/init_args", "trainer/callbacks/0/init_args"
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "message"),
+    [
+        (f"{MODEL}/num_mini_batches", 0, "num_mini_batches=0 must be a whole number, at least 1"),
+        (f"{MODEL}/num_generations", "four", "num_generations='four' must be a whole number"),
+        (f"{MODEL}/max_completion_length", 1.5, "max_completion_length=1.5 must be a whole number"),
+        (f"{MODEL}/beta", float("nan"), "beta=nan must be a finite number, at least 0"),
+        (f"{MODEL}/freeze", ["nonsense"], r"freeze=\['nonsense'\] must be null or a list of vision_tower, projector"),
+        (f"{MODEL}/freeze", "vision_tower", "freeze='vision_tower' must be null or a list of"),
+        (f"{MODEL}/dtype", "float16", "dtype='float16' must be float32 or bfloat16"),
+        (f"{MODEL}/prompts_per_pass", True, "prompts_per_pass=True must be a whole number"),
+        (f"{DATA}/batch_size", [], r"batch_size=\[\] must be a whole number"),
+        (f"{DATA}/max_prompt_length", -3, "max_prompt_length=-3 must be a whole number"),
+        (f"{STRATEGY}/prefix_budget_bytes", 0, "prefix_budget_bytes=0 must be a whole number"),
+        (f"{ENGINE}/vision", "both", "vision='both' is unknown; set engine or shared"),
+        (f"{ENGINE}/gpu_memory_utilization", 2, "gpu_memory_utilization=2 must be a finite number from 0 to 1"),
+        (f"{OFFLOAD}/update_chunk_bytes", "4GB", "update_chunk_bytes='4GB' must be a whole number"),
+        (f"{OFFLOAD}/offload", ["moments"], r"\['moments'\] cannot leave the device; optimizer_moments"),
+        (f"{OFFLOAD}/offload", "all", "offload='all' must be auto or a list"),
+        ("trainer/devices", 0, "devices=0 must be a whole number"),
+        ("trainer/devices", 8, "strategy=rollplex uses one device, but devices=8"),
+        ("trainer/num_nodes", "x", "num_nodes='x' must be a whole number"),
+        ("trainer", ["fit"], "trainer=.* must be a mapping"),
+        ("model/init_args", 3, "init_args=3 of GRPOModule must be a mapping"),
+        ("trainer/strategy", "rollplex_zero2", "trainer.devices=auto takes every GPU .* say how many with --gpus"),
+    ],
+)  # fmt: skip
+def test_a_config_that_cannot_run_is_one_line(capsys, tmp_path, where, value, message):
+    with pytest.raises(SystemExit, match=f"error: .*{message}"):
+        said(capsys, tmp_path, changed(where, value))
+
+
+@pytest.mark.parametrize("value", [None, 0, -1, 1e99, "x", "1e3", [], {}, [1], True, float("nan"), {"a": 1}])
+def test_whatever_stands_in_a_config_is_planned_or_refused(capsys, tmp_path, value):
+    """Every setting that a plan reads, and some sections."""
+    names = {
+        MODEL: (
+            "num_generations", "max_completion_length", "num_mini_batches", "prompts_per_pass", "freeze", "dtype",
+            "responses_per_pass", "beta", "prefix_checkpointing", "share_prefix",
+        ),
+        DATA: ("batch_size", "max_prompt_length"), STRATEGY: ("prefix_budget_bytes", "engine", "zero_optimization"),
+        ENGINE: ("tensor_parallel_size", "kv_cache_memory_bytes", "max_num_seqs", "vision", "gpu_memory_utilization"),
+        OFFLOAD: ("offload", "update_chunk_bytes"), "trainer": ("devices", "num_nodes", "strategy", "callbacks"),
+        "model": ("init_args",), "data": ("init_args",),
+    }  # fmt: skip
+    for place, settings in names.items():
+        for name in settings:
+            try:
+                said(capsys, tmp_path, changed(f"{place}/{name}", value), "--prompts", "8")
+            except SystemExit as error:
+                assert str(error).startswith("error: ") and "\n" not in str(error), (place, name)
+
+
+@pytest.mark.parametrize("text", ["a: [", "\tx", "- 1\n- 2", "3"])
+def test_a_file_that_is_no_config_is_one_line(capsys, tmp_path, text):
+    with pytest.raises(SystemExit, match=r"error: .*config\.yaml(:| is no YAML)"):
+        said(capsys, tmp_path, text)
+    (tmp_path / "gpus.yaml").write_text(text)
+    with pytest.raises(SystemExit, match=r"error: .*gpus\.yaml(:| is no YAML)"):
+        main(["plan", "--model", "Qwen2.5-VL-7B", "--gpus-file", str(tmp_path / "gpus.yaml")])
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"traceEvents": 3}', '{"traceEvents": [{"ph": "X"}]}'])
+def test_a_file_that_is_no_trace_is_one_line(tmp_path, text):
+    (tmp_path / "step_000002.json").write_text(text)
+    with pytest.raises(SystemExit, match=r"error: .*step_000002\.json is no trace of"):
+        main(["plan", "--calibrate", str(tmp_path)])
+
+
+def test_a_model_folder_that_is_none_is_one_line(tmp_path):
+    for text in ("{}", "[", '{"model_type": "bert"}', '{"model_type": "qwen2_5_vl", "text_config": 3}'):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(SystemExit, match="error: ") as error:
+            main(["plan", "--model", str(tmp_path)])
+        assert "\n" not in str(error.value), text
+
+
+# ---- devices ----
+
+
+@pytest.mark.parametrize(
+    ("trainer", "gpus"),
+    [
+        ({}, 1), ({"devices": 2, "strategy": "rollplex_ddp"}, 2), ({"devices": "4", "strategy": "rollplex_zero3"}, 4),
+        ({"devices": [0, 2], "strategy": "rollplex_ddp"}, 2), ({"devices": "0,1,3", "strategy": "rollplex_ddp"}, 3),
+        ({"devices": 2, "num_nodes": 3, "strategy": "rollplex_zero2"}, 6), ({"devices": -1}, 1), ({"devices": [3]}, 1),
+        ({"devices": "auto", "accelerator": "cpu", "strategy": "rollplex_ddp"}, 1),
+    ],
+)  # fmt: skip
+def test_devices_are_counted_as_lightning_does(trainer, gpus):
+    assert gpus_of_config({"trainer": trainer}) == gpus
+
+
+@pytest.mark.parametrize("devices", [-1, "auto", "-1", None])
+def test_devices_that_the_machine_decides_must_be_said(capsys, tmp_path, devices):
+    content = changed(
+        "trainer/strategy", {"class_path": "rollplex.RollplexDeepSpeedStrategy", "init_args": {"stage": 3}}
+    )
+    if devices is not None:
+        content["trainer"]["devices"] = devices
+    with pytest.raises(SystemExit, match="takes every GPU of the machine"):
+        said(capsys, tmp_path, content)
+    assert "on each of 4 H100" in said(capsys, tmp_path, content, "--gpus", "4")
+
+
+# ---- what is said ----
+
+
+def test_assumptions_are_said(capsys, tmp_path):
+    content = changed("data/init_args", {})
+    out = said(capsys, tmp_path, content)
+    assert "assumed: 1800 tokens a prompt (data's max_prompt_length or --prompt-tokens is not set)" in out
+    assert "64 prompts in a rollout batch" in out and "100 % of a prompt's tokens are visual" in out
+    out = said(capsys, tmp_path, CONFIG, "--visual-share", "0.5", "--sigma", "0", "--workspace-gib", "1")
+    assert "tokens a prompt" not in out and "visual" not in out.split("assumed:")[1]
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(content))
+    main(["plan", "--config", str(tmp_path / "config.yaml"), "--json"])
+    facts = json.loads(capsys.readouterr().out)
+    assert any(text.startswith("1800 tokens a prompt") for text in facts["assumptions"])
+
+
+def test_naive_is_everything_at_once_in_table_sentence_and_json(capsys, tmp_path, parity_folder):
+    """And a tiny plan has one unit."""
+    content = changed(f"{MODEL}/model", str(parity_folder))
+    content["trainer"]["accelerator"] = "cpu"
+    content["trainer"]["strategy"] = "rollplex"
+    out = said(capsys, tmp_path, content)
+    assert "MiB" in out and "GiB" not in out.split("Predicted step")[0]
+    naive = float(out.split("(naive) fits: ")[1].split()[0].replace(",", ""))
+    assert f"│ total │ │ {naive:.1f} │" in out
+    main(["plan", "--config", str(tmp_path / "config.yaml"), "--json"])
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["naive_gib"] * 1024 == pytest.approx(naive, abs=0.06)
+    assert facts["naive_gib"] == pytest.approx(sum(facts["states_gib"].values()))
+    assert max(facts["stages_gib"].values()) <= facts["without_offload_gib"] <= facts["naive_gib"]
+
+
+def test_a_plan_of_zero_has_its_states_on_every_rank(capsys, tmp_path):
+    """Without PhaseOffload's moves that stage 3 refuses; offloading them by name is an error, as in the run."""
+    content = changed(
+        "trainer/strategy", {"class_path": "rollplex.RollplexDeepSpeedStrategy", "init_args": {"stage": 3}}
+    )
+    content["trainer"]["devices"] = 4
+    out = said(capsys, tmp_path, content)
+    assert "PhaseOffload: reference_weights, kv_pool, prefix_activations leave" in out and "engine weights" in out
+    content["trainer"]["callbacks"][0]["init_args"] = {"offload": ["masters"]}
+    with pytest.raises(
+        SystemExit, match="masters cannot leave the device: ZeRO-3 moves states of DeepSpeed's FusedAdam"
+    ):
+        said(capsys, tmp_path, content)
+    content["trainer"]["callbacks"][0]["init_args"] = {"update_chunk_bytes": 10**9}
+    with pytest.raises(SystemExit, match="update_chunk_bytes=1000000000 needs strategy rollplex or rollplex_ddp"):
+        said(capsys, tmp_path, content)
+
+
+def test_a_config_is_read_whatever_its_sections_are(tmp_path):
+    (tmp_path / "x.yaml").write_text("model: rollplex.GRPOModule\ntrainer:\n")
+    assert read_config(str(tmp_path / "x.yaml"))["model"] == "rollplex.GRPOModule"
