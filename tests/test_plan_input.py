@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +101,7 @@ def test_whatever_stands_in_a_config_is_planned_or_refused(capsys, tmp_path, val
     for place, settings in names.items():
         for name in settings:
             try:
-                said(capsys, tmp_path, changed(f"{place}/{name}", value), "--prompts", "8")
+                said(capsys, tmp_path, changed(f"{place}/{name}", value), "--json", "--prompts", "8")
             except SystemExit as error:
                 assert str(error).startswith("error: ") and "\n" not in str(error), (place, name)
 
@@ -151,7 +153,7 @@ def test_devices_that_the_machine_decides_must_be_said(capsys, tmp_path, devices
     )
     if devices is not None:
         content["trainer"]["devices"] = devices
-    with pytest.raises(SystemExit, match="takes every GPU of the machine"):
+    with pytest.raises(SystemExit, match=r"takes every GPU of the machine"):
         said(capsys, tmp_path, content)
     assert "on each of 4 H100" in said(capsys, tmp_path, content, "--gpus", "4")
 
@@ -209,3 +211,88 @@ def test_a_plan_of_zero_has_its_states_on_every_rank(capsys, tmp_path):
 def test_a_config_is_read_whatever_its_sections_are(tmp_path):
     (tmp_path / "x.yaml").write_text("model: rollplex.GRPOModule\ntrainer:\n")
     assert read_config(str(tmp_path / "x.yaml"))["model"] == "rollplex.GRPOModule"
+
+
+# ---- advice ----
+
+
+def random_content(seed: int) -> tuple[dict[str, Any], list[str]]:
+    """A config and the flags it is planned with."""
+    draw = random.Random(seed)
+    name = draw.choice(["RollplexStrategy", "RollplexDDPStrategy", "RollplexDeepSpeedStrategy"])
+    content = changed("trainer/strategy", {"class_path": f"rollplex.{name}", "init_args": {}})
+    settings = content["trainer"]["strategy"]["init_args"]
+    if "DeepSpeed" in name:
+        settings["stage"] = draw.choice([1, 2, 3])
+    if name != "RollplexStrategy":
+        content["trainer"]["devices"] = draw.choice([2, 4, 8])
+    if draw.random() < 0.5:
+        pool = {"kv_cache_memory_bytes": draw.choice([4, 16]) * 2**30}
+        settings["engine"] = {"class_path": "rollplex.engines.VLLMEngine", "init_args": pool}
+    content["model"]["init_args"] |= {
+        "model": draw.choice(["Qwen2.5-VL-3B", "Qwen2.5-VL-7B", "Qwen3-VL-8B"]), "beta": draw.choice([0.0, 0.04]),
+        "dtype": draw.choice(["float32", "bfloat16"]), "max_completion_length": draw.choice([256, 1024]),
+        "prompts_per_pass": draw.choice([1, 4]),
+    }  # fmt: skip
+    content["data"]["init_args"] |= {"batch_size": 64, "max_prompt_length": draw.choice([500, 2000, 6000])}
+    names = ["PrefixOverlap"] if draw.random() < 0.7 else []
+    content["trainer"]["callbacks"] = [{"class_path": f"rollplex.callbacks.{n}", "init_args": {}} for n in names]
+    return content, ["--json", "--gpu", draw.choice(["L40S", "A100", "H200"])]
+
+
+def follow(content: dict[str, Any], advice: str) -> None:
+    """Write one line of advice into a config, as somebody would who knows where settings are."""
+    found = re.fullmatch(r"(.*?) (none|\S+|\[.*\]) -> (.*)", advice)
+    assert found, advice
+    name, value = found[1], yaml.safe_load(found[3].replace("'", '"'))
+    trainer = content["trainer"]
+    if "PhaseOffload" in name:
+        entry = next((c for c in trainer["callbacks"] if "PhaseOffload" in c["class_path"]), None)
+        if entry is None:
+            entry = {"class_path": "rollplex.callbacks.PhaseOffload", "init_args": {}}
+            trainer["callbacks"].append(entry)
+        entry["init_args"][name.split()[-1]] = value
+    elif name == "callbacks: SharedWeights":
+        trainer["callbacks"].append({"class_path": "rollplex.callbacks.SharedWeights", "init_args": {}})
+    elif name in ("kv_cache_memory_bytes", "max_num_seqs"):
+        engine = trainer["strategy"]["init_args"].setdefault("engine", {"class_path": "TorchEngine", "init_args": {}})
+        engine["init_args"][name] = value
+    else:
+        content["data" if name == "batch_size" else "model"]["init_args"][name] = value
+
+
+def test_twenty_configs_that_cannot_fit_do_with_what_their_plan_says(capsys, tmp_path):
+    """The advice is written into the YAML, and that is planned again."""
+    path, helped, hopeless = tmp_path / "config.yaml", 0, 0
+    for seed in range(200):
+        content, flags = random_content(seed)
+        path.write_text(yaml.safe_dump(content))
+        main(["plan", "--config", str(path), *flags])
+        before = json.loads(capsys.readouterr().out)
+        if before["fits"] or before["changes"] is None:
+            hopeless += before["changes"] is None
+            continue
+        for line in sorted(before["changes"], key=lambda text: "update_chunk_bytes" in text):
+            follow(content, line)
+        path.write_text(yaml.safe_dump(content))
+        main(["plan", "--config", str(path), *flags])
+        after = json.loads(capsys.readouterr().out)
+        assert after["fits"], (seed, before["changes"])
+        helped += 1
+        if helped == 20:
+            break
+    assert helped == 20 and hopeless < 20
+
+
+def test_what_the_run_refuses_under_zero_3_the_plan_refuses(capsys, tmp_path):
+    content = changed(
+        "trainer/strategy", {"class_path": "rollplex.RollplexDeepSpeedStrategy", "init_args": {"stage": 3}}
+    )
+    content["trainer"] |= {"devices": 2, "callbacks": [{"class_path": "rollplex.callbacks.PrefillReuse"}]}
+    with pytest.raises(SystemExit, match=r"PrefillReuse .* ZeRO-3.* take it out, or use ZeRO-2"):
+        said(capsys, tmp_path, content)
+    content["trainer"]["callbacks"] = []
+    engine = {"class_path": "rollplex.engines.TorchEngine", "init_args": {"vision": "shared"}}
+    content["trainer"]["strategy"]["init_args"]["engine"] = engine
+    with pytest.raises(SystemExit, match=r"vision=shared .* ZeRO-3.* set vision=engine, or use ZeRO-2"):
+        said(capsys, tmp_path, content)

@@ -458,6 +458,11 @@ def test_a_reference_reads_only_what_its_own_tower_would_give(parity_folder):
     assert not same_tower(actor, reference) and not with_reference()
 
 
+def test_parameters_sharded_over_ranks_share_no_features(model):
+    with pytest.raises(ValueError, match=r"vision=shared .* ZeRO-3.* set vision=engine, or use ZeRO-2"):
+        vision_settings(TorchEngine(vision="shared"), model, None, share_prefix=True, sharded=True)
+
+
 def test_nothing_is_shared_unless_the_engine_takes_it(model):
     for engine in (TorchEngine(), FakeEngine({})):
         assert not any(vision_settings(engine, model, None, share_prefix=True).values())

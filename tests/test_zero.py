@@ -349,6 +349,16 @@ def test_dist_09_rows_that_ranks_do_not_divide(pair, parity_folder, tmp_path, st
     assert result["metrics"][0] == pytest.approx(metrics.seen, abs=1e-5)
 
 
+@pytest.mark.parametrize(("world", "stage"), either([("solo", 3), ("pair", 0), ("pair", 2), ("pair", 3)], "vision{}"))
+def test_one_vision_pass_on_every_rank(request, plain, world, stage):
+    result = request.getfixturevalue(world)[f"vision{stage}"]
+    if (world, stage) == ("pair", 3):
+        assert "set vision=engine, or use ZeRO-2" in result["message"]
+        return
+    assert result["message"] == "" and plain().difference(result["weights"]) < BAR
+    assert all(passes == 1 for passes in result["passes"])
+
+
 # ---- the engine's weights ----
 
 

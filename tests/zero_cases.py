@@ -80,6 +80,7 @@ SOLO: dict[str, Case] = {
     **{f"masters{s}": untied(z.masters, s) for s in ZERO},
     "export2": case(z.export, 2),
     **{f"limited{s}": case(z.limited, s) for s in (0, 2)},
+    "vision3": case(z.shared_vision, 3),
 }
 PAIR: dict[str, Case] = {
     **{f"train{s}": case(z.train, s) for s in STAGES},
@@ -99,6 +100,7 @@ PAIR: dict[str, Case] = {
     "tensor_validated2": case(z.validated, 2, zero=TP),
     "tensor_export2": case(z.export, 2, zero=TP),
     **{f"ledger{s}": case(z.ledger, s) for s in STAGES},
+    **{f"vision{s}": case(z.shared_vision, s) for s in (0, 2, 3)},
     "ledger2_bf16": case(z.ledger, 2, dtype="bfloat16", beta=0.04),
     "export3": case(z.export, 3),
     "export3_untied": untied(z.export, 3),

@@ -20,6 +20,7 @@ from runs import EqualPictures, PictureTask, run
 
 from rollplex import GRPOModule, RollplexDDPStrategy, RollplexDeepSpeedStrategy, Sample, VLMDataModule
 from rollplex.callbacks import GroupStreaming, PhaseOffload, PrefixOverlap
+from rollplex.engines import TorchEngine
 from rollplex.phases import Phase, PhaseCallback
 from rollplex.ranks import Ranks
 from rollplex.residency import Stage
@@ -145,6 +146,15 @@ class SaveAt(Callback):
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         if pl_module.rollouts_done == self.step:
             trainer.save_checkpoint(self.path)
+
+
+def shared_vision(model: str, root: Path, stage: int) -> dict[str, Any]:
+    """One vision pass for engine and trainer; where that cannot be, what the error says."""
+    try:
+        kept = train(model, root, stage, zero={"engine": TorchEngine(vision="shared")})
+    except ValueError as error:
+        return {"message": str(error)}
+    return {"message": "", "weights": kept["weights"], "passes": [m["vision_passes"] for m in kept["steps"]]}
 
 
 def resume(model: str, root: Path, stage: int, **settings: Any) -> dict[str, Any]:

@@ -205,7 +205,19 @@ def settings_of(content: Mapping[str, Any], given: Mapping[str, Any]) -> RunSett
     found["workspace_gib"] = 0.0 if on_cpu else GPU_WORKSPACE
     if "PhaseOffload" in callbacks:
         found |= _offload(checked(callbacks["PhaseOffload"], OFFLOAD), found)
-    return RunSettings(**(found | {k: v for k, v in given.items() if k in known}))
+    settings = RunSettings(**(found | {k: v for k, v in given.items() if k in known}))
+    _check_sharded(settings)
+    return settings
+
+
+def _check_sharded(s: RunSettings) -> None:
+    """What the run refuses where parameters are sharded over several ranks."""
+    if s.zero != 3 or s.ranks == 1:
+        return
+    if s.reuse:
+        raise ValueError("callbacks: PrefillReuse does not go with ZeRO-3 on several ranks: take it out, or use ZeRO-2")
+    if s.shared_vision:
+        raise ValueError("vision=shared does not go with ZeRO-3 on several ranks: set vision=engine, or use ZeRO-2")
 
 
 def _engine(trainer: Mapping[str, Any], settings: Mapping[str, Any], *, on_cpu: bool) -> dict[str, Any]:
