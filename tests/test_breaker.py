@@ -267,7 +267,12 @@ def test_trainer_options_without_effect_are_refused(parity_folder, tmp_path, tra
         ({"adam_beta1": 2.0}, "adam_beta1=2.0"),
         ({"lr_decay_steps": 5}, "lr_decay_steps=5 has no effect"),
         ({"reward_timeout": 1e12}, "reward_timeout"),
-        ({"freeze": ["vision"]}, "freeze="),
+        ({"freeze": ["vision"]}, r"freeze=\['vision'\] must be null or a list of vision_tower, projector"),
+        ({"freeze": "vision_tower"}, "freeze='vision_tower' must be null or a list"),
+        ({"freeze": 3}, "freeze=3 must be null or a list"),
+        ({"num_mini_batches": 0}, "num_mini_batches=0 must be a whole number, at least 1"),
+        ({"num_mini_batches": 1.5}, "num_mini_batches=1.5 must be a whole number, at least 1"),
+        ({"num_iterations": True}, "num_iterations=True must be a whole number, at least 1"),
         ({"stop": "END"}, "stop='END'"),
     ],
 )

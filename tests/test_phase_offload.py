@@ -12,7 +12,7 @@ from fake_engine import FakeEngine, Scripted
 from runs import run, same_bits, weights
 from stops import StopAt, compared, differences, fit
 
-from rollplex import RollplexStrategy
+from rollplex import RollplexDDPStrategy, RollplexStrategy
 from rollplex.callbacks import GroupStreaming, MemoryReport, PhaseOffload, PrefillReuse, PrefixOverlap
 from rollplex.engines import RolloutEngine, TorchEngine
 from rollplex.models.registry import load_hf
@@ -27,6 +27,7 @@ from rollplex.residency import (
     MOMENTS,
     PARAMETERS,
     REFERENCE,
+    SUFFIX,
     Stage,
 )
 from rollplex.watch import MemoryWatch
@@ -195,6 +196,13 @@ def test_report_prints_and_writes(parity_folder, tmp_path, capsys):
     assert content["classes"][MOMENTS] == "permanent"
 
 
+@pytest.mark.parametrize("name", ["file", "file/below"])
+def test_a_report_that_could_not_be_written_is_refused_before_training(parity_folder, tmp_path, name):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"MemoryReport: dirpath=.* is no folder to write to .*; set another"):
+        run(parity_folder, tmp_path, callbacks=[MemoryReport(dirpath=str(tmp_path / name))])
+
+
 # ---- stops, failures, resume ----
 
 QUICK = dict(beta=0.04)
@@ -253,6 +261,7 @@ def test_after_a_crash_everything_is_whole(parity_folder, tmp_path, phase):
         (dict(offload=[REFERENCE]), {}, "'reference_weights' cannot leave the device: beta=0 holds no reference"),
         (dict(offload=[MASTERS]), {}, "'masters' cannot leave the device: float32 parameters have none"),
         (dict(offload=[ACTOR_KV]), {}, "'actor_prefix_kv' cannot leave the device: later phases"),
+        (dict(offload=[SUFFIX]), {}, "'suffix_activations' cannot leave the device: each suffix pass makes and reads"),
         (dict(update_chunk_bytes=1000), {}, "update_chunk_bytes=1000 is smaller than the optimizer states"),
         (dict(offload=[KV_POOL], update_chunk_bytes=10**9), {}, "optimizer_moments is not offloaded: add it"),
         (dict(offload=[MOMENTS], update_chunk_bytes=10**9), dict(dtype="bfloat16"), "masters is not offloaded"),
@@ -323,3 +332,6 @@ def test_the_windows_admission_asks_the_ledger(parity_folder, tmp_path):
     assert same_bits(weights(free), weights(tight))
     with pytest.raises(ValueError, match="memory_limit_bytes=0 must be a whole number above 0"):
         RollplexStrategy(memory_limit_bytes=0)
+    for strategy in (RollplexStrategy, RollplexDDPStrategy):
+        with pytest.raises(ValueError, match="memory_limit_bytes=True must be a whole number above 0, or null"):
+            strategy(memory_limit_bytes=True)

@@ -184,3 +184,5 @@ def run(options: argparse.Namespace) -> None:
         show.show_plan(plan, console)
     if options.plots is not None:
         console.print("plots: " + ", ".join(map(str, written)))
+        if found is not None and not any(path.name == "run_memory.png" for path in written):
+            console.print(f"{options.calibrate} has no memory.json: record with MemoryReport to see its memory drawn")
