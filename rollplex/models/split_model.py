@@ -268,11 +268,8 @@ class SplitModel(ABC):
         banned_V = self.banned_mask()
         mask_NR = (torch.arange(r, device=self.device) < lengths_N[:, None]) & ~banned_V[ids_NR]
         saved = SavedActivations(self.hf.parameters(), enabled=grad)
-        with (
-            torch.set_grad_enabled(grad),
-            saved,
-            self._checkpointing(grad and self.suffix_checkpointing, "language_model"),
-        ):
+        checkpointing = self._checkpointing(grad and self.suffix_checkpointing, "language_model")
+        with torch.set_grad_enabled(grad), saved, checkpointing:
             hidden_NRH = prefix.last_hidden_BH.repeat_interleave(n // prefix.batch, dim=0).unsqueeze(1)
             if r > 1:
                 own_NTH = self._suffix_hidden(prefix, ids_NR[:, : r - 1])
