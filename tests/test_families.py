@@ -141,8 +141,8 @@ def test_passes_that_make_the_same_calls_on_every_rank(family):
 # ---- prompts ---------------------------------------------------------------------------------------------------------
 
 
-def test_each_picture_and_video_has_its_tokens(family):
-    """VID-05 too: with time stamps between frames, runs, grids and features agree."""
+def test_vid_05_each_picture_and_video_has_its_tokens(family):
+    """With time stamps too, which Qwen3-VL writes between frames: runs, grids and features agree."""
     actor = fresh(family.model)
     for name, prompt in zip(ROWS, family.prompts, strict=True):
         found = {k: len(t) for k, t in actor.vision_embeddings([prompt]).items()}
