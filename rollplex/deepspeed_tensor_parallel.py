@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -21,6 +22,8 @@ from rollplex.rewards.runner import RewardRunner
 from rollplex.tensor_parallel import SharedRewards, TensorParallel, check_model, check_names, partition_config
 from rollplex.topology import Topology
 from rollplex.units import ACTOR_KINDS, UnitKind
+
+log = logging.getLogger(__name__)
 
 NAMES = ("_TENSOR_MODEL_PARALLEL_GROUP", "_MODEL_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP", "mpu")
 """Where DeepSpeed keeps the groups of the process (deepspeed/utils/groups.py). It makes neighbours a trainer unless
@@ -92,11 +95,17 @@ class WithTensorParallel:
         executor.exchange = Exchange(topology, parallel.shards.process, parallel.block)
         if topology.train_tp > 1:
             set_groups(parallel)
-            executor.lockstep = Lockstep(
-                parallel.trainer, ACTOR_KINDS | {UnitKind.REWARD}, same_groups=True,
-                # NCCL: kernels of two communicators at once, in another order on each rank, may wait for each other
-                after_decode=topology.rollout_tp > 1 and self.root_device.type == "cuda",
-            )  # fmt: skip
+            # NCCL: kernels of two communicators at once, in another order on each rank, may wait for each other.
+            waits = topology.rollout_tp > 1 and self.root_device.type == "cuda"
+            if waits and parallel.everyone.rank == 0:
+                log.warning(
+                    "train_tp=%d and tensor_parallel_size=%d: units of the trainer wait for the end of the decode, "
+                    "prefix overlap hides those of the reference only (docs/scaling.md)",
+                    topology.train_tp,
+                    topology.rollout_tp,
+                )
+            kinds = ACTOR_KINDS | {UnitKind.REWARD}
+            executor.lockstep = Lockstep(parallel.trainer, kinds, same_groups=True, after_decode=waits)
         return parallel.everyone
 
     def _split(self, actor: SplitModel) -> None:
