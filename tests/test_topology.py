@@ -8,13 +8,16 @@ import pytest
 import torch
 from helpers import make_prompt
 from test_ranks import together
+from test_schedule import Bench
 
 from rollplex.data.records import PrefixPass, Request, Rollout, SamplingParams
 from rollplex.exchange import Exchange
 from rollplex.lockstep import Lockstep
+from rollplex.phases import Phase
+from rollplex.ranks import Ranks
 from rollplex.tensor_parallel import SharedRewards, check_model, check_names, join, merge, partition_config, split_dim
 from rollplex.topology import Topology
-from rollplex.units import UnitKind
+from rollplex.units import ACTOR_KINDS, UnitKind
 
 PAIRS = [(t, r) for t in (1, 2, 4, 8) for r in (1, 2, 4, 8)]
 
@@ -173,6 +176,79 @@ def test_engines_of_one_trainer_share_the_passes_and_every_rank_learns_all(tiny_
     for _, news in found:
         assert sorted(news) == [(g, i) for g in range(4) for i in range(2)]
         assert news == found[0][1]
+
+
+KINDS = ACTOR_KINDS | {UnitKind.REWARD}
+
+
+class RankBench(Bench):
+    """One of several in this process."""
+
+    def __exit__(self, *exc) -> None:
+        self.lane.close()
+
+
+def submitted(bench: Bench) -> list[int]:
+    """Groups that the bench's engine was asked for."""
+    found: list[int] = []
+    original = bench.engine.submit
+    bench.engine.submit = lambda requests: (found.extend(r.group for r in requests), original(requests))[1]
+    return found
+
+
+def test_two_engines_of_one_trainer_in_the_executor():
+    """Both ranks run the same units in the same order while each engine decodes its own half."""
+
+    def work(ranks):
+        with RankBench(groups=4, g=2, decode_delay=0.01 * (1 + ranks.rank)) as bench:
+            asked, executor = submitted(bench), bench.executor
+            executor.exchange = Exchange(Topology(2, 2, 1), ranks.rank, ranks)
+            executor.lockstep = Lockstep(ranks, KINDS, same_groups=True)
+            executor.openers.append(lambda unit, state: True)
+            bench.run([u for j in range(4) for u in bench.chain(j)])
+            assert executor.lockstep.rounds > 1
+            return asked, bench.order(), bench.finished
+
+    found = together(2, work)
+    assert [sorted(set(asked)) for asked, _, _ in found] == [[0, 2], [1, 3]]
+    assert found[0][1] == found[1][1] and len(found[0][1]) == 16
+    assert found[0][2] == found[1][2] == {g: 2 for g in range(4)}
+
+
+def test_two_trainers_of_one_engine_in_the_executor():
+    """Also where one of them has nothing to ask for."""
+
+    def work(ranks):
+        with RankBench(groups=3 * (1 - ranks.rank), g=2) as bench:
+            asked = submitted(bench)
+            bench.executor.exchange = Exchange(Topology(2, 1, 2), ranks.rank, ranks)
+            bench.run([u for j in range(bench.groups) for u in bench.chain(j)])
+            return asked, bench.finished
+
+    found = together(2, work)
+    assert found[0][0] == found[1][0] == [0, 0, 2, 2, 4, 4]
+    assert found[0][1] == {0: 2, 1: 2, 2: 2} and found[1][1] == {}
+
+
+@pytest.mark.parametrize("after_decode", [False, True])
+def test_units_with_collectives_wait_where_the_decode_has_them_too(after_decode):
+    with Bench(groups=2, g=2, decode_delay=0.02) as bench:
+        bench.executor.lockstep = Lockstep(Ranks(), KINDS, same_groups=True, after_decode=after_decode)
+        bench.executor.openers.append(lambda unit, state: state.window_open and not unit.needs_responses)
+        hidden: list[str] = []
+        note = bench.executor._notify
+
+        def notify(*event):
+            if event[0] == "on_unit_start" and bench.executor.machine.phase is Phase.ROLLOUT:
+                hidden.append(str(event[1]))
+            note(*event)
+
+        bench.executor._notify = notify
+        reference = [bench.unit(UnitKind.REF_PREFIX, j, responses=False) for j in range(2)]
+        bench.run([*reference, *(u for j in range(2) for u in bench.chain(j))])
+    actor = [] if after_decode else ["act_prefix[0]", "act_prefix[1]"]
+    assert sorted(u for u in hidden if "prefix" in u) == sorted(["ref_prefix[0]", "ref_prefix[1]", *actor])
+    assert not (after_decode and "reward[0]" in hidden)
 
 
 def test_alone_nothing_is_exchanged(tiny_processor):
