@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -265,7 +266,8 @@ def _truncated(actor: SplitModel, plain: Any, prompt: Prompt, rollout: Rollout, 
     ids_1T = torch.cat([prompt.input_ids, rollout.token_ids])[None].to(device)
     types_1T = torch.cat([prompt.mm_token_type_ids, torch.zeros(r, dtype=torch.int64)])[None].to(device)
     media = {name: tensor.to(device) for name, tensor in prompt.media.items()}
-    logits_RV = plain(input_ids=ids_1T, mm_token_type_ids=types_1T, use_cache=False, **media).logits[0, -r - 1 : -1]
+    media |= _token_types(plain, types_1T)
+    logits_RV = plain(input_ids=ids_1T, use_cache=False, **media).logits[0, -r - 1 : -1]
     seen_RV = torch.zeros(logits_RV.shape, dtype=torch.bool, device=device)
     for t in range(r):
         seen_RV[t, ids_1T[0, : len(prompt) + t]] = True
@@ -287,6 +289,11 @@ def _edges(params: SamplingParams, width: float) -> Iterator[SamplingParams]:
             yield replace(params, min_p=min(1.0, params.min_p * (1 + sign * width)))
 
 
+def _token_types(plain: Any, types_1T: Tensor) -> dict[str, Tensor]:
+    """mm_token_type_ids, for the families whose positions depend on them."""
+    return {"mm_token_type_ids": types_1T} if "mm_token_type_ids" in signature(plain.forward).parameters else {}
+
+
 @torch.no_grad()
 def greedy_tokens(plain: Any, prompt: Prompt, tokens: int, banned: Sequence[int]) -> list[int]:
     """Transformers' greedy tokens."""
@@ -294,7 +301,7 @@ def greedy_tokens(plain: Any, prompt: Prompt, tokens: int, banned: Sequence[int]
     ids_1P = prompt.input_ids[None].to(plain.device)
     out = plain.generate(
         input_ids=ids_1P, attention_mask=torch.ones_like(ids_1P), do_sample=False, max_new_tokens=tokens,
-        mm_token_type_ids=prompt.mm_token_type_ids[None].to(plain.device), suppress_tokens=list(banned),
+        suppress_tokens=list(banned), **_token_types(plain, prompt.mm_token_type_ids[None].to(plain.device)),
         **{name: tensor.to(plain.device) for name, tensor in prompt.media.items()},
     )  # fmt: skip
     return out[0, len(prompt) :].tolist()

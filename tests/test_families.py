@@ -6,6 +6,8 @@ The plain twin is transformers' own forward over each full sequence alone; bars 
 from __future__ import annotations
 
 import copy
+import io
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +16,7 @@ import torch
 from engine_helpers import drain, requests_for, started, trainer_logps
 from families import NAMES, PARITY, ROWS, Rows, encoded, fresh, same_shape
 from helpers import relative_error
+from rich.console import Console
 from runs import run as train
 from runs import same_bits, weights
 from test_split import BAR, reference, responses_for
@@ -28,6 +31,7 @@ from rollplex.export import export
 from rollplex.models.registry import FAMILIES, REFUSED, family_of, family_table, split
 from rollplex.models.tiny import build_tiny, build_tiny_in_memory
 from rollplex.planner.models import model_shape
+from rollplex.verify import verify
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -269,3 +273,16 @@ def test_text_models_that_do_not_split_are_refused():
     model.config.text_config.model_type = "gpt_oss"
     with pytest.raises(ValueError, match=r"text model 'gpt_oss'.*qwen2, qwen3, llama"):
         split(model)
+
+
+@pytest.mark.slow
+def test_verify_passes_on_a_tiny_model(family, folder, tmp_path):
+    """`rollplex verify` with the config of the docs: every schedule, then engine against trainer on mixed media."""
+    config = Path(__file__).parent.parent / "configs" / "family_cpu.yaml"
+    printed, target = io.StringIO(), tmp_path / "verify.json"
+    arguments = ["--config", str(config), "--model.init_args.model", str(folder), "--steps", "2", "--json", str(target)]
+    code = verify([*arguments, f"--trainer.default_root_dir={tmp_path}"], Console(file=printed, width=200))
+    report = json.loads(target.read_text())
+    assert code == 0 and report["passed"], printed.getvalue()
+    assert all(s["verdict"] == "identical" for name, s in report["case"]["schedules"].items() if name == "overlap")
+    assert "Left out" not in printed.getvalue()  # the processor took every kind of media

@@ -84,7 +84,7 @@ def test_vllm_with_adapters(family):
     """LoRA: merged for vLLM, copied or in place, before and after an update; storage of its own for adapted layers alone."""
     plain, processor, prompts = family
     model = copy.deepcopy(plain.hf)
-    lora.add_adapters(model, lora.lora_config({"r": 4, "init_lora_weights": False}), seed=3)
+    lora.add_adapters(model, lora.lora_config({"r": 4, "lora_alpha": 2, "init_lora_weights": False}), seed=3)
     actor = split(model)
     adapted = sum(layer.base_layer.weight.nbytes for _, layer in lora.adapted(model))
     for shared in (False, True):
@@ -99,7 +99,7 @@ def test_vllm_with_adapters(family):
             with torch.no_grad():
                 for name, p in actor.hf.named_parameters():
                     if lora.is_adapter(name):
-                        p.mul_(1.5)
+                        p.mul_(1.2)
             engine.publish(1)
             check(actor, processor, engine, prompts)
         finally:

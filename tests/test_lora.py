@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
 from engine_helpers import drain, requests_for, started, trainer_logps
 from families import PARITY, Rows, encoded
 from helpers import relative_error
 from lightning.pytorch.callbacks import ModelCheckpoint
 from runs import run as train
 from runs import same_bits, weights
+from safetensors.torch import load_file
 from test_plan_run import config_of, planned_and_run
 from test_split import BAR, reference, responses_for
 from test_split import split as split_pass
@@ -274,3 +280,31 @@ def test_zero_is_refused(folder, tmp_path):
 
     with pytest.raises(ValueError, match=r"lora with strategy=.* use rollplex_ddp"):
         fit(folder, tmp_path, trainer={"strategy": RollplexDeepSpeedStrategy(stage=2)})
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_two_ranks_train_the_same_adapters_as_one(folder, tmp_path):
+    """rollplex_ddp: adapters begin equal on every rank, and only they are reduced."""
+    found = []
+    for devices, strategy in ((1, "rollplex"), (2, "rollplex_ddp")):
+        config = config_of(folder, tmp_path / str(devices), model={"lora": RANDOM, "beta": 0.1})
+        config["data"]["init_args"]["task"] = {"class_path": "families.Rows"}
+        config["trainer"] |= {"devices": devices, "strategy": strategy}
+        out = tmp_path / f"out{devices}"
+        config["trainer"]["callbacks"] = [
+            {"class_path": "rollplex.callbacks.PrefixOverlap"},
+            {"class_path": "rollplex.callbacks.ExportModel", "init_args": {"dirpath": str(out)}},
+        ]
+        path = tmp_path / f"{devices}.yaml"
+        path.write_text(yaml.safe_dump(config))
+        here = os.environ | {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            [sys.executable, "-m", "rollplex", "fit", "--config", str(path)], env=here, capture_output=True, text=True,
+            timeout=400,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-3000:]
+        found.append(load_file(out / "adapter" / "adapter_model.safetensors"))
+    one, two = found
+    assert one.keys() == two.keys()
+    assert max(float((one[name] - two[name]).abs().max()) for name in one) <= 1e-5

@@ -84,6 +84,11 @@ class SharedWeights:
         bind(model, self._views)
         return self._merged.nbytes
 
+    @property
+    def buffers(self) -> list[Tensor]:
+        """What has storage of its own: merged weights."""
+        return list(self._merged.tensors.values())
+
     def refresh(self) -> int:
         return self._merged.refresh()  # elsewhere the optimizer wrote where the engine reads
 
