@@ -130,10 +130,13 @@ KEPT_ON_RESUME = (
 
 
 def check_reference(saved: Any, module: Any) -> None:
-    """A run whose reference model is not the one it started from: ValueError. saved: the checkpoint's print of it."""
-    if module.reference is not None and saved not in (None, module._reference_print):
+    """A run whose reference model, or base model of adapters, is not the one it started from: ValueError. saved: the
+    checkpoint's print of it."""
+    base = module.hparams["lora"] is not None
+    if (base or module.reference is not None) and saved not in (None, module._reference_print):
+        what = "base" if base else "reference"
         raise ValueError(
-            f"the reference model in model={module.hparams['model']!r} is not the one this run started from: its "
+            f"the {what} model in model={module.hparams['model']!r} is not the one this run started from: its "
             "weights have changed. Put the original folder back, or start a new run"
         )
 

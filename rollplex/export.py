@@ -13,6 +13,7 @@ import torch
 
 from rollplex.deepspeed_checkpoints import client_state, whole_state_dict
 from rollplex.models.lora import add_adapters, config_of, is_adapter, lora_config, save_adapter
+from rollplex.models.policy import weights_print
 from rollplex.models.registry import load_hf, load_processor
 from rollplex.models.twin import merged_model
 
@@ -76,6 +77,8 @@ def export_checkpoint(
     folder = model or settings["model"]
     policy = load_hf(folder, settings["dtype"])
     if settings.get("lora") is not None:
+        if weights_print(policy) != checkpoint["rollplex"]["reference_print"]:
+            raise ValueError(f"model={folder!r} holds other weights than those that the adapters were trained on")
         add_adapters(policy, lora_config(settings["lora"]), seed=settings["seed"])
         own = {name for name, _ in policy.named_parameters() if is_adapter(name)}
     else:

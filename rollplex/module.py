@@ -20,7 +20,7 @@ from rollplex.grpo.advantages import ScaleRewards
 from rollplex.grpo.importance import ImportanceMode
 from rollplex.grpo.losses import ImportanceLevel, KLEstimator, LossSettings, LossType
 from rollplex.metrics import admission_metrics, check_names, merge, step_tallies, tallies, time_metrics, values
-from rollplex.models.policy import add_base_weights, keep_adapters_alone, make_models, place_reference
+from rollplex.models.policy import add_base_weights, keep_adapters_alone, make_models, place_reference, weights_print
 from rollplex.models.registry import load_processor
 from rollplex.models.split_model import Part, SplitModel
 from rollplex.optim import make_optimizer
@@ -176,7 +176,7 @@ class GRPOModule(WithRandomStates, WithEvaluation, LightningModule):
         h = self.hparams
         self.actor, self.reference = make_models(h)
         self.policy = self.actor.hf
-        self._reference_print = [float(p.detach().double().sum()) for p in self.policy.parameters()]
+        self._reference_print = weights_print(self.policy)
 
     def place(self, device: torch.device) -> None:
         """Called by the strategy: the reference is no submodule, so that it stays out of checkpoints."""

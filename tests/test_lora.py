@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 import os
 import subprocess
@@ -18,6 +19,7 @@ from engine_helpers import drain, requests_for, started, trainer_logps
 from families import PARITY, Rows, encoded
 from helpers import relative_error
 from lightning.pytorch.callbacks import ModelCheckpoint
+from rich.console import Console
 from runs import run as train
 from runs import same_bits, weights
 from safetensors.torch import load_file
@@ -26,8 +28,9 @@ from test_split import BAR, reference, responses_for
 from test_split import split as split_pass
 from transformers import AutoModelForImageTextToText
 
-from rollplex.callbacks import GroupStreaming, PrefillReuse, PrefixOverlap
+from rollplex.callbacks import GroupStreaming, PhaseOffload, PrefillReuse, PrefixOverlap
 from rollplex.data.records import SamplingParams
+from rollplex.engines import TorchEngine
 from rollplex.export import export, export_checkpoint
 from rollplex.models import lora
 from rollplex.models.policy import make_models
@@ -35,6 +38,7 @@ from rollplex.models.registry import load_hf, split
 from rollplex.models.tiny import build_tiny, build_tiny_in_memory
 from rollplex.models.twin import merged_model
 from rollplex.residency import ACTIVATIONS, ACTOR_KV, GRADIENTS, KV_POOL, MOMENTS, PARAMETERS, REFERENCE, REFERENCE_KV
+from rollplex.verify import verify
 
 EVERYWHERE = r".*\.(q_proj|v_proj|down_proj|gate_proj|qkv|proj|linear_fc1|merger\.mlp\.0)"
 """In the language model, the tower and the projector; `proj` of the patches is a convolution."""
@@ -180,8 +184,10 @@ def test_only_adapters_move_and_schedules_give_the_same_bits(folder, tmp_path):
     own = {p.untyped_storage().data_ptr() for p in serial.policy.parameters()}
     assert all(p.untyped_storage().data_ptr() in own for p in serial.reference.hf.parameters())  # no second model
     assert not any(REFERENCE in name for name in serial.seen[-1]["metrics"])
-    for callbacks in ([PrefixOverlap(), GroupStreaming()], [PrefillReuse(), PrefixOverlap()]):
-        other = fit(folder, tmp_path, callbacks=callbacks)
+    for callbacks, vision in (
+        ([PrefixOverlap(), GroupStreaming()], "engine"), ([PrefillReuse(), PrefixOverlap(), PhaseOffload()], "shared")
+    ):  # fmt: skip
+        other = fit(folder, tmp_path, callbacks=callbacks, engine=TorchEngine(vision=vision))
         assert same_bits(ours, weights(other))
         assert [x["metrics"]["loss"] for x in serial.seen] == [x["metrics"]["loss"] for x in other.seen]
 
@@ -201,6 +207,11 @@ def test_resume_is_exact_and_the_checkpoint_holds_adapters_alone(folder, tmp_pat
     with pytest.raises(ValueError, match="lora="):
         fit(folder, tmp_path, RANDOM | {"lora_alpha": 16}, steps=4, ckpt_path=str(path))
 
+    other = build_tiny(tmp_path / "other", **(PARITY | {"seed": 2}))
+    with pytest.raises(ValueError, match=r"the base model in model=.*its weights have changed"):
+        fit(other, tmp_path, steps=4, beta=0.0, ckpt_path=str(path))
+    with pytest.raises(ValueError, match="other weights than those that the adapters were trained on"):
+        export_checkpoint(path, tmp_path / "out", model=str(other))
     out = export_checkpoint(path, tmp_path / "out")
     half = fit(folder, tmp_path, steps=2)
     merged = dict(lora.whole_weights(half.policy))
@@ -280,6 +291,14 @@ def test_zero_is_refused(folder, tmp_path):
 
     with pytest.raises(ValueError, match=r"lora with strategy=.* use rollplex_ddp"):
         fit(folder, tmp_path, trainer={"strategy": RollplexDeepSpeedStrategy(stage=2)})
+
+
+@pytest.mark.slow
+def test_verify_passes_with_adapters(folder, tmp_path):
+    config, printed = Path(__file__).parent.parent / "configs" / "family_cpu.yaml", io.StringIO()
+    arguments = ["--config", str(config), "--model.init_args.model", str(folder), "--steps", "2"]
+    arguments += ["--model.init_args.lora", json.dumps(WIDE), f"--trainer.default_root_dir={tmp_path}"]
+    assert verify(arguments, Console(file=printed, width=200)) == 0, printed.getvalue()
 
 
 @pytest.mark.slow

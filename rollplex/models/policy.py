@@ -40,6 +40,11 @@ def make_models(h: Mapping[str, Any]) -> tuple[SplitModel, SplitModel | None]:
     return actor, split(copy.deepcopy(hf).requires_grad_(False).eval())
 
 
+def weights_print(hf: Any) -> list[float]:
+    """Sums that tell one model folder's weights from another's; adapters take no part."""
+    return [float(p.detach().double().sum()) for name, p in hf.named_parameters() if not is_adapter(name)]
+
+
 def place_reference(reference: SplitModel, actor: SplitModel, device: torch.device) -> None:
     """To where the actor is; one without weights of its own follows the actor's."""
     if actor.lora is not None:
