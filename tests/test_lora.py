@@ -196,25 +196,24 @@ def test_only_adapters_move_and_schedules_give_the_same_bits(folder, tmp_path):
 
 
 def test_resume_is_exact_and_the_checkpoint_holds_adapters_alone(folder, tmp_path):
-    whole = fit(folder, tmp_path, steps=4)
-    keep = ModelCheckpoint(tmp_path / "kept", filename="two", every_n_train_steps=2, save_top_k=-1)
-    fit(folder, tmp_path, steps=2, callbacks=[keep], trainer={"enable_checkpointing": True})
-    path = tmp_path / "kept" / "two.ckpt"
+    whole = fit(folder, tmp_path)
+    keep = ModelCheckpoint(tmp_path / "kept", filename="one", every_n_train_steps=1, save_top_k=-1)
+    first = fit(folder, tmp_path, steps=1, callbacks=[keep], trainer={"enable_checkpointing": True})
+    path = tmp_path / "kept" / "one.ckpt"
     names = torch.load(path, weights_only=True)["state_dict"]
     assert names and all(lora.is_adapter(name) for name in names)
-    second = fit(folder, tmp_path, steps=4, ckpt_path=str(path))
+    second = fit(folder, tmp_path, ckpt_path=str(path))
     assert same_bits(weights(whole), weights(second))
     with pytest.raises(ValueError, match="lora="):
-        fit(folder, tmp_path, RANDOM | {"lora_alpha": 16}, steps=4, ckpt_path=str(path))
+        fit(folder, tmp_path, RANDOM | {"lora_alpha": 16}, ckpt_path=str(path))
 
     other = build_tiny(tmp_path / "other", **(PARITY | {"seed": 2}))
     with pytest.raises(ValueError, match=r"the base model in model=.*its weights have changed"):
-        fit(other, tmp_path, steps=4, beta=0.0, ckpt_path=str(path))
+        fit(other, tmp_path, beta=0.0, ckpt_path=str(path))
     with pytest.raises(ValueError, match="other weights than those that the adapters were trained on"):
         export_checkpoint(path, tmp_path / "out", model=str(other))
     out = export_checkpoint(path, tmp_path / "out")
-    half = fit(folder, tmp_path, steps=2)
-    merged = dict(lora.whole_weights(half.policy))
+    merged = dict(lora.whole_weights(first.policy))
     loaded = AutoModelForImageTextToText.from_pretrained(out)
     assert same_bits(dict(loaded.named_parameters()), merged)
     check_adapter_folder(out, folder, loaded)

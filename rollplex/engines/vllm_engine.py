@@ -238,7 +238,9 @@ class VLLMEngine(HeldStates, RolloutEngine):
                 check_params(r.params, self._model.head_weight.shape[0])
                 vllm_inputs.check_temperature(r.params)
                 checked.add(r.params)
-            vllm_inputs.check_size(r, self._limit, self._encoder_tokens, self._model)
+            vllm_inputs.check_length(r, self._limit, self._model)
+        for prompt in {id(r.prompt): r.prompt for r in requests}.values():
+            vllm_inputs.check_media_sizes(prompt, self._encoder_tokens, self._model)
         if not self._live:
             self._weights.verify()
             self._converter.forget()

@@ -168,20 +168,22 @@ def _layout(tokens: int, items: Iterable[tuple[int, str]]) -> tuple[Any, ...]:
     return (tokens, *sorted(items))
 
 
-def check_size(request: Request, limit: int, encoder_tokens: int, source: SplitModel) -> None:
+def check_length(request: Request, limit: int, source: SplitModel) -> None:
     """Raises ValueError, naming the row and what to set, for a request that can never run.
 
-    limit: most tokens of a sequence; encoder_tokens: most of one picture or video; source: the trainer's model.
+    limit: most tokens of a sequence; source: the trainer's model.
     """
     exceeded = f"the engine's max_model_len of {limit}: raise it (up to the model's context),"
     check_request(request, source.media_names, limit, exceeded)
-    prompt, row = request.prompt, request.prompt.sample.id
-    sizes = [n for kind, _ in MODALITIES for n in source.item_tokens(prompt, kind)]
-    largest = max(sizes, default=0)
+
+
+def check_media_sizes(prompt: Prompt, encoder_tokens: int, source: SplitModel) -> None:
+    """Raises ValueError for a picture or video of more than `encoder_tokens` tokens."""
+    largest = max((n for kind, _ in MODALITIES for n in source.item_tokens(prompt, kind)), default=0)
     if largest > encoder_tokens:
         raise ValueError(
-            f"row {row!r}: a picture or video of {largest} tokens does not fit the engine's encoder cache of "
-            f"{encoder_tokens}: raise the engine's max_num_batched_tokens or use smaller images"
+            f"row {prompt.sample.id!r}: a picture or video of {largest} tokens does not fit the engine's encoder cache "
+            f"of {encoder_tokens}: raise the engine's max_num_batched_tokens or use smaller images"
         )
 
 
