@@ -231,8 +231,9 @@ class Colocation:
         if hasattr(trainer.strategy, "state_bytes"):
             holders["strategy"] = trainer.strategy
         reference = getattr(trainer.lightning_module, "reference", None)
-        own = reference is not None and getattr(trainer.lightning_module.actor, "lora", None) is None
-        self.reference = ReferenceHolder(reference.hf, self.copies) if own else None
+        if reference is not None and trainer.lightning_module.actor.lora is not None:
+            reference = None  # it is the policy's own weights
+        self.reference = ReferenceHolder(reference.hf, self.copies) if reference is not None else None
         if self.reference is not None:
             holders["reference"] = self.reference
 

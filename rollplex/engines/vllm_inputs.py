@@ -122,7 +122,7 @@ class PromptConverter:
             return tokens_input(prompt_token_ids=ids)
         media = self._media(prompt, features)
         items = MultiModalKwargsItems.from_hf_inputs(media, self._fields(media, {}))
-        places = {
+        places: dict[str, Any] = {
             modality: [
                 PlaceholderRange(offset=first, length=end - first, is_embed=is_embed)
                 for first, end, is_embed in item_places(prompt, code, sizes)
@@ -130,7 +130,9 @@ class PromptConverter:
             for modality, code in MODALITIES
             if (sizes := self._source.item_tokens(prompt, modality))
         }
-        hashes = {modality: [_hash(modality, item) for item in items[modality]] for modality in places}
+        hashes: dict[str, list[str]] = {
+            modality: [_hash(modality, item) for item in items[modality]] for modality in places
+        }
         where = [(p.offset, h) for modality in places for p, h in zip(places[modality], hashes[modality], strict=True)]
         positions_31P, next_position_1 = self._source.positions([prompt])
         self._positions[_layout(len(ids), where)] = (positions_31P[:, 0], int(next_position_1) - len(ids))

@@ -157,7 +157,7 @@ def save_adapter(hf: Any, folder: Path) -> None:
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    config = copy.deepcopy(config_of(hf))
+    config: Any = copy.deepcopy(config_of(hf))
     config.inference_mode, config.base_model_name_or_path = True, hf.config._name_or_path or None
     config.save_pretrained(folder)
     save_file(adapter_state(hf), folder / "adapter_model.safetensors", metadata={"format": "pt"})

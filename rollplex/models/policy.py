@@ -22,7 +22,7 @@ PREFIX = "policy."
 
 def make_models(h: Mapping[str, Any]) -> tuple[SplitModel, SplitModel | None]:
     """Actor, and reference (beta > 0), of GRPOModule's settings. Raises ValueError where nothing would be trained."""
-    config = lora_config(h["lora"]) if h["lora"] is not None else None  # first: it may be refused
+    config: Any = lora_config(h["lora"]) if h["lora"] is not None else None  # first: it may be refused
     hf = load_hf(h["model"], h["dtype"])
     if config is not None:
         add_adapters(hf, config, seed=h["seed"])

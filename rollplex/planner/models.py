@@ -181,8 +181,8 @@ def _tower(config: Any, names: Sequence[str]) -> VisionShape | None:
     c = config.vision_config
     wide = getattr(c, "embed_dim", c.hidden_size)  # Qwen2-VL's hidden_size is the language model's
     ffn = getattr(c, "intermediate_size", None) or wide * getattr(c, "mlp_ratio", 0)
-    depth = getattr(c, "depth", None) or getattr(c, "num_hidden_layers", None)
-    heads = getattr(c, "num_heads", None) or getattr(c, "num_attention_heads", None)
+    depth: Any = getattr(c, "depth", None) or getattr(c, "num_hidden_layers", None)
+    heads: Any = getattr(c, "num_heads", None) or getattr(c, "num_attention_heads", None)
     patch = c.patch_size[0] if isinstance(c.patch_size, list | tuple) else c.patch_size
     # Tiles of LLaVA-OneVision keep a token for each patch, InternVL's are shrunk along both sides.
     side = getattr(c, "spatial_merge_size", None) or round(1 / getattr(config, "downsample_ratio", 1.0))
