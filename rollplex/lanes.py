@@ -81,6 +81,8 @@ class RolloutLane:
         self._busy = False
         self._failed: BaseException | None = None
         self._lost: threading.Thread | None = None
+        self.during: Callable[[], str] = lambda: ""
+        """The present phase, for errors."""
         self.last_sign = time.monotonic()
         """When the engine last got on (time.monotonic): a decode without events is a sign of life too."""
         self.memory: dict[str, int] = {}
@@ -121,7 +123,7 @@ class RolloutLane:
         except TimeoutError as error:
             if future.done():  # the command's own
                 raise
-            self._failed = EngineError(f"the engine did not answer within {limit:g} s")
+            self._failed = EngineError(f"the engine did not answer within {limit:g} s {self.during()}".rstrip())
             raise self._failed from error
 
     def post(self, command: Callable[[RolloutEngine], Any]) -> Future[Any]:

@@ -66,6 +66,7 @@ class Executor(BeforeRollout):
         """With several ranks: stop only where all of them ask (`stop_together`)."""
         self.where = Whereabouts()
         """What the other ranks are told of this one."""
+        lane.during = lambda: self.where.during
         self.lockstep: Lockstep | None = None
         """Set where actor units are collectives: they start in one order on every rank."""
         self.exchange: Exchange | None = None

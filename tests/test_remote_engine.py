@@ -108,6 +108,18 @@ def test_weights_travel_in_buckets_and_frozen_ones_once(engine_process, actor, t
     engine.close()
 
 
+@pytest.mark.slow
+def test_of_a_model_with_adapters_only_these_travel(engine_process, parity_folder, tmp_path):
+    pytest.importorskip("peft")
+    engine = engine_process.lend()
+    settings = STEPS | {"lora": {"r": 2}, "learning_rate": 1e-3}
+    here = train(parity_folder, tmp_path / "here", **settings)
+    there = train(parity_folder, tmp_path / "there", engine=engine, **settings)
+    assert tokens(here) == tokens(there) and same_bits(weights(here), weights(there))
+    trained = sum(p.nbytes for p in there.policy.parameters() if p.requires_grad)
+    assert engine.sent_bytes == trained < sum(p.nbytes for p in there.policy.parameters()) / 10
+
+
 # ---- errors ----
 
 

@@ -94,7 +94,10 @@ class EngineProcess:
         command += ["--device", device.partition(":")[0]]
         command += ["--threads", str(threads)] if threads else []
         command += ["--cores", ",".join(map(str, cores))] if cores else []
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, env=_environment(device))
+        # In a session of its own: Ctrl-C is for the trainer, which may finish its step first.
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, env=_environment(device), start_new_session=True
+        )
         assert self.process.stdin is not None
         with suppress(BrokenPipeError):  # it died at once; `connect` says so
             self.process.stdin.write(self.key)

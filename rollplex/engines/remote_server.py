@@ -12,6 +12,7 @@ import gc
 import os
 import pickle
 import select
+import signal
 import sys
 import threading
 import time
@@ -225,6 +226,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     torch.set_num_threads(arguments.threads or cores)
     if arguments.child:
+        for number in (signal.SIGINT, signal.SIGTERM):  # a scheduler's reaches all processes; the trainer decides
+            signal.signal(number, signal.SIG_IGN)
         parent, address, family, key = os.getppid(), arguments.child, "AF_UNIX", sys.stdin.buffer.read()
     else:
         try:

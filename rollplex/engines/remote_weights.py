@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from rollplex.models.lora import add_adapters
 from rollplex.models.registry import family_of
 from rollplex.models.split_model import SplitModel
 
@@ -57,6 +58,8 @@ class ModelSpec:
     """Class name in transformers."""
     generation_config: Any
     share_kv: bool
+    lora: Any
+    """peft's LoraConfig where the model has adapters: the engine runs them too, and they are all that is pushed."""
     version: int
     parameters: tuple[TensorSpec, ...]
     buffers: tuple[TensorSpec, ...]
@@ -68,7 +71,7 @@ class ModelSpec:
         everything = not any(p.requires_grad for _, p in named)
         return cls(
             config=model.config, architecture=type(model.hf).__name__, generation_config=model.hf.generation_config,
-            share_kv=model.share_kv, version=model.version,
+            share_kv=model.share_kv, lora=model.lora, version=model.version,
             parameters=_specs(named, lambda p: everything or p.requires_grad),
             buffers=_specs(list(model.hf.named_buffers(remove_duplicate=False)), lambda _: False),
         )  # fmt: skip
@@ -79,6 +82,8 @@ class ModelSpec:
 
         with torch.device("meta"):
             hf: Any = getattr(transformers, self.architecture)(self.config)
+            if self.lora is not None:
+                add_adapters(hf, self.lora)
         hf.generation_config = self.generation_config
         made: dict[str, Any] = {}
         for spec in self.parameters:
