@@ -220,21 +220,21 @@ def test_requests_with_different_settings_share_a_batch(start, actor, tiny_proce
 
 
 @pytest.mark.parametrize("g", [1, 2, 8])
-def test_group_sizes(start, actor, tiny_processor, prompts, g):
+def test_group_sizes(actor, tiny_processor, prompts, g):
     params = SamplingParams(max_tokens=5)
-    got = run(start(actor, tiny_processor), requests_for(prompts, params, g=g))
+    got = run(started(actor, tiny_processor), requests_for(prompts, params, g=g))
     for (b, _), rollout in got.items():
         assert (rollout.logps - trainer_logps(actor, prompts[b], rollout, 1.0)).abs().max() < 1e-5
 
 
-def test_lp_03_generation_config_of_the_checkpoint_is_ignored(start, tmp_path, tiny_processor, prompts):
+def test_lp_03_generation_config_of_the_checkpoint_is_ignored(tmp_path, tiny_processor, prompts):
     folder = build_tiny(tmp_path / "model")
     shipped = {"do_sample": True, "repetition_penalty": 1.05, "temperature": 0.1, "top_k": 1, "top_p": 0.001}
     (folder / "generation_config.json").write_text(json.dumps(shipped))
     hf = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder)
     assert hf.generation_config.top_k == 1
     actor = Qwen2_5VL(hf)
-    got = run(start(actor, tiny_processor), requests_for(prompts[:2], SamplingParams(max_tokens=4), g=8))
+    got = run(started(actor, tiny_processor), requests_for(prompts[:2], SamplingParams(max_tokens=4), g=8))
     for b in range(2):
         assert len({tuple(got[b, i].token_ids.tolist()) for i in range(8)}) == 8
         assert (got[b, 0].logps - trainer_logps(actor, prompts[b], got[b, 0], 1.0)).abs().max() < 1e-5
