@@ -211,7 +211,9 @@ def settings_of(content: Mapping[str, Any], given: Mapping[str, Any]) -> RunSett
 
 
 def _check_sharded(s: RunSettings) -> None:
-    """What the run refuses where parameters are sharded over several ranks."""
+    """What the run refuses under DeepSpeed, and where parameters are sharded over several ranks."""
+    if s.zero and s.lora_params:
+        raise ValueError("lora does not go with DeepSpeed's strategies: use rollplex or rollplex_ddp")
     if s.zero != 3 or s.ranks == 1:
         return
     if s.reuse:
