@@ -106,15 +106,16 @@ class Recorder(Callback):
     def __init__(self, steps: int) -> None:
         self.steps = steps
         self.trace = RunTrace()
-        self._step: Any = None
+        self._rounds: list[Any] = []
         self._norms: list[float] = []
 
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
         new_step, update = pl_module.new_step, pl_module._update
 
-        def keep_step(*arguments: Any) -> Any:
-            self._step, self._norms = new_step(*arguments), []
-            return self._step
+        def keep_step(*arguments: Any, **more: Any) -> Any:
+            step = new_step(*arguments, **more)
+            self._rounds, self._norms = getattr(step, "rounds", [step]), []
+            return step
 
         def keep_norm(*arguments: Any) -> Any:
             metrics = update(*arguments)
@@ -132,10 +133,10 @@ class Recorder(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         trace = StepTrace()  # of a batch in which no row was usable
-        if self._step is not None:
-            trace = trace_step(self._step, self._norms, pl_module.colocation.timeline)
+        if self._rounds:
+            trace = trace_step(self._rounds, self._norms, pl_module.colocation.timeline)
         self.trace.steps.append(trace)
-        self._step = None
+        self._rounds = []
         if len(self.trace.steps) == self.steps:
             trainer.should_stop = True
 
@@ -143,9 +144,9 @@ class Recorder(Callback):
         self.trace.weights = {n: p.detach().to("cpu", copy=True) for n, p in pl_module.policy.named_parameters()}
 
 
-def trace_step(step: Any, norms: list[float], timeline: Timeline) -> StepTrace:
-    """Of a finished GRPOStep and the timeline of its units."""
-    groups = [step.groups[g] for g in sorted(step.groups)]
+def trace_step(rounds: list[Any], norms: list[float], timeline: Timeline) -> StepTrace:
+    """Of a finished step's rounds (one, but with dynamic_sample) and the timeline of its units."""
+    step, groups = rounds[0], [(part, g) for part in rounds for g in sorted(part.groups)]
     works = {"prefix": Work(), "rewards_work": Work(), "suffix": Work()}
     order, reused = [], 0
     for span in timeline.spans():
@@ -157,19 +158,21 @@ def trace_step(step: Any, norms: list[float], timeline: Timeline) -> StepTrace:
         reused += kind in PREFILL_KINDS and bool(span.arguments.get("prefill"))
         if kind in ACCUMULATING_KINDS:
             order.append((kind.value, int(span.arguments["index"])))
-    first_pass = [step.totals[u].mismatch for u in range(step.num_mini_batches)]
-    sums = step.totals[0].sums
-    tokens = max(float(sums.tokens), 1.0)
-    ratios = (float(sums.ratio_max), float(sums.ratio_min)) if float(sums.tokens) else (1.0,)
+    # Of a round in which every group was left out there are none.
+    passes = [part.totals[u].mismatch for part in rounds for u in range(step.num_mini_batches)]
+    first_pass = [found for found in passes if found is not None]
+    sums = [part.totals[0].sums for part in rounds if part.totals[0].sums is not None]
+    tokens = max(sum(float(s.tokens) for s in sums), 1.0)
+    ratios = [r for s in sums if float(s.tokens) for r in (float(s.ratio_max), float(s.ratio_min))] or [1.0]
     return StepTrace(
-        rollouts={r.key: r for group in groups for r in group.rollouts},
-        rewards=torch.cat([group.rewards for group in groups]),
-        advantages=torch.cat([step.advantages(g).advantages_BG[step._row(g)] for g in range(len(groups))]),
+        rollouts={(part.number(g), r.index): r for part, g in groups for r in part.groups[g].rollouts},
+        rewards=torch.cat([part.groups[g].rewards for part, g in groups]),
+        advantages=torch.cat([part.advantages(g).advantages_BG[part._row(g)] for part, g in groups]),
         norms=tuple(norms), order=tuple(order), reused=reused, **works,
         decode_seconds=timeline.seconds(ROLLOUT_LANE, "decode"),
-        mismatch=sum(first_pass[1:], first_pass[0]),
+        mismatch=sum(first_pass[1:], first_pass[0]) if first_pass else None,
         ratio_error=max(abs(ratio - 1) for ratio in ratios),
-        kl=float(sums.kl) / tokens if step.reference is not None else None,
+        kl=sum(float(s.kl) for s in sums) / tokens if step.reference is not None else None,
     )  # fmt: skip
 
 

@@ -27,6 +27,7 @@ def check_settings(h: Mapping[str, Any]) -> None:
     for name, least in (
         ("num_generations", 1), ("max_completion_length", 1), ("num_iterations", 1), ("num_mini_batches", 1),
         ("prompts_per_pass", 1), ("eval_num_generations", 1), ("warmup_steps", 0), ("reward_workers", 0), ("top_k", 0),
+        ("max_resample_times", 1),
     ):  # fmt: skip
         if isinstance(h[name], bool) or not isinstance(h[name], int) or h[name] < least:
             raise ValueError(f"{name}={h[name]!r} must be a whole number, at least {least}")
@@ -88,6 +89,7 @@ def check_settings(h: Mapping[str, Any]) -> None:
         check_lora(h["lora"])
     if isinstance(h["stop"], str):
         raise ValueError(f"stop={h['stop']!r} must be a list of strings")
+    _check_resampling(h)
     _warn_off_policy(h)
 
 
@@ -112,8 +114,34 @@ def _warn_off_policy(h: Mapping[str, Any]) -> None:
         )
 
 
-def check_batches(h: Mapping[str, Any], data: Any) -> None:
-    """Settings of GRPOModule that the data module's batches must allow."""
+def _check_resampling(h: Mapping[str, Any]) -> None:
+    if not h["dynamic_sample"]:
+        return
+    for name in ("num_iterations", "num_mini_batches"):
+        if h[name] > 1:
+            raise ValueError(
+                f"dynamic_sample with {name}={h[name]} is not supported: a step's groups are known only after its last "
+                f"round, when their gradients are summed already; set {name} to 1, or dynamic_sample to false"
+            )
+    if h["scale_rewards"] == "batch":
+        raise ValueError(
+            "dynamic_sample with scale_rewards=batch is not supported: the batch's standard deviation is known only "
+            "after the last round, and the first round's loss needs it; set scale_rewards to group or none"
+        )
+
+
+def check_batches(h: Mapping[str, Any], data: Any, world: int = 1) -> None:
+    """Settings of GRPOModule that the data module's batches, and the number of ranks, must allow."""
+    if h["dynamic_sample"] and world > 1:
+        raise ValueError(
+            f"dynamic_sample on {world} ranks is not supported: each rank would draw another number of rounds. Train "
+            "on one device, or set dynamic_sample to false"
+        )
+    if h["dynamic_sample"] and not hasattr(data, "further_prompts"):
+        raise ValueError(
+            f"dynamic_sample draws prompts by the data module's further_prompts(rollout), which {type(data).__name__} "
+            "lacks; use VLMDataModule, or set dynamic_sample to false"
+        )
     batch_size = getattr(data, "batch_size", None)
     if batch_size is not None and h["num_mini_batches"] > batch_size:
         raise ValueError(

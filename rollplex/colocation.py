@@ -256,11 +256,13 @@ class Colocation:
         except torch.OutOfMemoryError as error:  # perhaps the very reason for the end, which must not be hidden
             log.warning("states that wait in host memory stay there: %s", error)
 
-    def begin(self, step: GRPOStep) -> None:
-        """A rollout batch begins."""
-        self.timeline.clear()
+    def begin(self, step: GRPOStep, *, again: bool = False) -> None:
+        """A rollout batch begins. again: a further round of it."""
+        if not again:
+            self.timeline.clear()
+            self.watch.new_step()
         self.executor.held_bytes = lambda: step.held_bytes
-        self.watch.new_step(lambda: step.prefixes, lambda: step.vision.held, lambda: step.suffix_bytes)
+        self.watch.passes_of(lambda: step.prefixes, lambda: step.vision.held, lambda: step.suffix_bytes)
         step.at_peak = self.watch.inside_unit
 
     def rollout(

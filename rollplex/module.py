@@ -6,7 +6,6 @@ Users rarely subclass this; a new task is a `VLMTask`.
 from __future__ import annotations
 
 import time
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -26,6 +25,7 @@ from rollplex.models.split_model import Part, SplitModel
 from rollplex.optim import make_optimizer
 from rollplex.rank_step import LockstepStep, RankStep, Share, agree_on_share
 from rollplex.ranks import Ranks
+from rollplex.resample import RoundStep, resample_metrics, run_rounds
 from rollplex.rewards.runner import RewardRunner
 from rollplex.step import GRPOStep
 from rollplex.step_settings import StepSettings
@@ -61,6 +61,8 @@ class GRPOModule(WithRandomStates, WithEvaluation, LightningModule):
         scale_rewards: Divide advantages by the standard deviation of the group, the batch, or not.
         entropy_coef: Weight of the entropy bonus.
         mask_truncated_completions: Leave responses without an end token out of the loss.
+        dynamic_sample: Leave groups without spread in their rewards out, and draw others in their place (DAPO).
+        max_resample_times: Most rollouts added to a step for that; then it trains on what it has.
         num_iterations: Passes over each rollout batch.
         num_mini_batches: Optimizer steps per pass; groups are never split.
         importance_sampling_mode: Correction of the engine-trainer mismatch; None is off.
@@ -111,6 +113,8 @@ class GRPOModule(WithRandomStates, WithEvaluation, LightningModule):
         scale_rewards: ScaleRewards = "group",
         entropy_coef: float = 0.0,
         mask_truncated_completions: bool = False,
+        dynamic_sample: bool = False,
+        max_resample_times: int = 3,
         num_iterations: int = 1,
         num_mini_batches: int = 1,
         importance_sampling_mode: ImportanceMode | None = None,
@@ -189,7 +193,7 @@ class GRPOModule(WithRandomStates, WithEvaluation, LightningModule):
             raise ValueError("GRPOModule needs a VLMDataModule: pass datamodule=VLMDataModule(task=...) to the trainer")
         h = self.hparams
         if stage == "fit":
-            check_batches(h, getattr(self.trainer, "datamodule", None))
+            check_batches(h, getattr(self.trainer, "datamodule", None), self.trainer.world_size)
         self.task = task
         self._runners = {
             n: RewardRunner(
@@ -231,13 +235,13 @@ class GRPOModule(WithRandomStates, WithEvaluation, LightningModule):
             sharded=colocation.executor.lockstep is not None or colocation.executor.exchange is not None,
         )  # fmt: skip
 
-    def new_step(self, prompts: list[Prompt], share: Share | None = None) -> GRPOStep:
-        """share: the rank's part of the batch; None is all of it."""
+    def new_step(self, prompts: list[Prompt], share: Share | None = None, *, rounds: Any = None) -> GRPOStep:
+        """share: the rank's part of the batch; None is all of it. rounds: of a step with `dynamic_sample`."""
         h = self.hparams
         settings = StepSettings.of(h, sampling=self.sampling(), loss=self.loss_settings, **self._vision)
         parts = (self.actor, self.reference, self.rewards(h["num_generations"]), prompts, settings)
         if share is None:
-            return GRPOStep(*parts)
+            return RoundStep(*parts, rounds=rounds or []) if h["dynamic_sample"] else GRPOStep(*parts)
         lockstep = self.colocation.executor.lockstep
         kind = RankStep if lockstep is None or lockstep.same_groups else LockstepStep
         return kind(*parts, share=share)
@@ -259,10 +263,7 @@ class GRPOModule(WithRandomStates, WithEvaluation, LightningModule):
         step = self.new_step(batch) if share is None else self.new_step(batch, share)
         self.zero_grad(set_to_none=True)
         self.gradient_update.begin()
-        colocation.begin(step)
-        colocation.rollout(
-            partial(step.requests, seed=self.hparams["seed"], step=self.rollouts_done), step.units(0), step.collect
-        )
+        rounds = run_rounds(self, step)
         metrics: dict[str, float] = {}
         for update in range(step.num_updates):
             if update > 0:
@@ -271,9 +272,10 @@ class GRPOModule(WithRandomStates, WithEvaluation, LightningModule):
             metrics.update(self._update(step, update))
         colocation.publish()
         self.rollouts_done += 1
-        groups = [step.groups[g] for g in sorted(step.groups)]
-        times = time_metrics(colocation.timeline, time.perf_counter() - start, step.tokens)
-        own = step_tallies(step) | tallies(times | admission_metrics(colocation.executor.admission))
+        groups = [part.groups[g] for part in rounds for g in sorted(part.groups)]
+        times = time_metrics(colocation.timeline, time.perf_counter() - start, sum(part.tokens for part in rounds))
+        own = merge([step_tallies(part) for part in rounds])
+        own |= tallies(times | admission_metrics(colocation.executor.admission) | resample_metrics(rounds))
         own |= tallies({"rows_skipped": float(len(self.trainer.datamodule.bad_rows))}, "sum")
         metrics |= values(merge(ranks.gather(own | tallies(colocation.watch.metrics()))))
         check_names(metrics)

@@ -35,7 +35,7 @@ TRANSITIONS: dict[Phase, frozenset[Phase]] = {
     Phase.IDLE: frozenset({Phase.ROLLOUT, Phase.EVALUATE, Phase.PUBLISH}),
     Phase.ROLLOUT: frozenset({Phase.SCORE}),
     Phase.SCORE: frozenset({Phase.TRAIN}),
-    Phase.TRAIN: frozenset({Phase.UPDATE}),
+    Phase.TRAIN: frozenset({Phase.UPDATE, Phase.ROLLOUT}),  # back to the rollout: another round of dynamic_sample
     Phase.UPDATE: frozenset({Phase.TRAIN, Phase.PUBLISH}),
     Phase.PUBLISH: frozenset({Phase.IDLE}),
     Phase.EVALUATE: frozenset({Phase.IDLE}),

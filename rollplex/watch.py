@@ -135,14 +135,17 @@ class MemoryWatch:
         self.holders.clear()
         self._stage = self._beside = None
 
-    def new_step(
+    def new_step(self) -> None:
+        self.ledger.new_step()
+        self._unaccounted = 0.0
+
+    def passes_of(
         self,
         prefixes: Callable[[], Mapping[tuple[str, int], PrefixState]],
         features: Callable[[], Sequence[VisionState]],
         suffix_bytes: Callable[[], int],
     ) -> None:
-        self.ledger.new_step()
-        self._unaccounted = 0.0
+        """Whose prefixes, vision features and suffix activations are alive from here on."""
         self.holders["passes"] = PassHolder(prefixes, features, suffix_bytes)
 
     # ---- events of a step ----

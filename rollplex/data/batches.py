@@ -48,6 +48,17 @@ class RolloutBatchSampler:
         order = np.random.default_rng([self.seed, epoch]).permutation(self.n) if self.shuffle else np.arange(self.n)
         return [int(row) for row in order[slot * self.batch_size : (slot + 1) * self.batch_size]]
 
+    def further_rows(self, rollout: int) -> list[int]:
+        """All rows but those of a rollout, in an order drawn from (seed, rollout); without shuffling those that come
+        after it first."""
+        own = self.rows(rollout)
+        taken = set(own)
+        if self.shuffle:
+            order = np.random.default_rng([self.seed, rollout, 1]).permutation(self.n)
+        else:
+            order = np.roll(np.arange(self.n), -(own[-1] + 1))
+        return [int(row) for row in order if row not in taken]
+
     def __iter__(self) -> Iterator[list[int]]:
         # A generator, so nothing is counted until the first batch is asked for: loaders make iterators they never use.
         if callable(self.start_rollout):

@@ -202,16 +202,27 @@ class VLMDataModule(LightningDataModule):
         self._data[split] = data
 
     def train_dataloader(self) -> _PromptLoader:
-        data = self._data["train"]
-        sampler = RolloutBatchSampler(
-            len(data),
+        return self._loader(self._data["train"], self._train_sampler())
+
+    def further_prompts(self, rollout: int) -> Iterator[Prompt]:
+        """Training prompts that are not in this rollout's batch, each once, in an order that depends on (seed, rollout)
+        alone. Bad rows are reported and left out. Encoded when asked for, in this process."""
+        for number in self._train_sampler().further_rows(rollout):
+            row = self._data["train"][number]
+            if isinstance(row, BadRow):
+                self._report(row)
+            else:
+                yield row
+
+    def _train_sampler(self) -> RolloutBatchSampler:
+        return RolloutBatchSampler(
+            len(self._data["train"]),
             self.batch_size,
             seed=self.seed,
             shuffle=self.shuffle,
             drop_last=self.drop_last,
             start_rollout=0 if self._rollouts_done() is None else lambda: self._rollouts_done() or 0,
         )
-        return self._loader(data, sampler)
 
     def val_dataloader(self) -> _PromptLoader | list[Any]:
         return self._evaluation("validation")
