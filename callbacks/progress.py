@@ -1,4 +1,4 @@
-"""One progress bar for the whole run, with the phase; plain lines where no terminal is."""
+"""Progress of a run: updates, phase and both lanes on a terminal; plain lines where no terminal is."""
 
 from __future__ import annotations
 
@@ -8,16 +8,74 @@ import time
 from typing import Any
 
 from lightning.pytorch.callbacks import ProgressBar
-from tqdm import tqdm
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
+from rich.text import Text
 
+from rollplex.lane_progress import LaneProgress
 from rollplex.phases import Phase, PhaseCallback
 
 
-class PhaseProgressBar(ProgressBar, PhaseCallback):
-    """Updates done, reward, tokens per second and the phase.
+class RunTime(ProgressColumn):
+    """elapsed<remaining, of the run; lanes begin anew too often to have either."""
 
-    On a terminal one bar that changes in place; elsewhere (CI, a log file) one line at the first rollout batch, every
-    `every_n_steps` and the last, and one for each validation.
+    def render(self, task: Task) -> Text:
+        if task.description != "update":
+            return Text()
+        left = task.time_remaining
+        return Text(f"{_clock(task.elapsed or 0.0)}<{'?' if left is None else _clock(left)}")
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"
+
+
+class LaneBars(Progress):
+    """Three rows: updates of the run, responses of the rollout lane, units of the train lane.
+
+    rich redraws it on a thread of its own; what the lanes do is read at that moment.
+    """
+
+    ready = False
+    """rich asks for a picture before there are rows."""
+
+    def __init__(self, lanes: LaneProgress, total: int | None, done: int, console: Console | None) -> None:
+        super().__init__(
+            TextColumn("{task.description}"), BarColumn(bar_width=18), TextColumn("{task.fields[count]}"),
+            RunTime(), TextColumn("{task.fields[words]}"), console=console, refresh_per_second=4,
+        )  # fmt: skip
+        self.lanes = lanes
+        self.run = self.add_task("update", total=total, completed=done, count="", words="")
+        self.rollout = self.add_task("rollout", total=None, count="", words="")
+        self.train = self.add_task("train", total=None, count="", words="")
+        self.ready = True
+
+    def look(self) -> None:
+        """Take over what the lanes have done."""
+        now = self.lanes
+        rate = now.tokens_per_second
+        words = f"{rate:,.0f} tokens/s" if rate else ""
+        self._lane(self.rollout, now.finished, now.responses, "responses", words)
+        self._lane(self.train, now.units_done, now.units, "units", now.unit.replace("_", " "))
+
+    def _lane(self, task: TaskID, done: int, total: int, what: str, words: str) -> None:
+        count = f"{done}/{total} {what}" if total else ""
+        self.update(task, completed=done, total=total or 1, count=count, words=words)
+
+    def get_renderable(self) -> RenderableType:
+        if self.ready:
+            self.look()
+        return super().get_renderable()
+
+
+class PhaseProgressBar(ProgressBar, PhaseCallback):
+    """Updates done, reward, tokens per second, the phase and both lanes.
+
+    On a terminal three bars that change in place: the run's updates (with reward and phase), the rollout lane's
+    responses (with tokens per second, of the finished ones), the train lane's units (with the one that runs).
+    Elsewhere (CI, a log file) one line at the first rollout batch, every `every_n_steps` and the last, and one for each
+    validation.
 
     Args:
         every_n_steps: Rollout batches between two lines where there is no terminal.
@@ -32,7 +90,9 @@ class PhaseProgressBar(ProgressBar, PhaseCallback):
         self.terminal = terminal
         self._enabled = True
         self._phase = Phase.IDLE
-        self._bar: Any = None
+        self.console: Console | None = None
+        """Where the bars go; None is standard output."""
+        self._bar: LaneBars | None = None
         self._start = 0.0
         self._metrics: dict[str, float] = {}
         self._printed = -1
@@ -49,7 +109,7 @@ class PhaseProgressBar(ProgressBar, PhaseCallback):
         if not self._enabled:
             return
         if self._bar is not None:
-            self._bar.write(" ".join(map(str, args)), file=sys.stdout)
+            self._bar.console.print(" ".join(map(str, args)), markup=False, highlight=False)
         else:
             print(*args, flush=True, **kwargs)
 
@@ -60,10 +120,10 @@ class PhaseProgressBar(ProgressBar, PhaseCallback):
         self._metrics = {}
         self._printed = -1
         if self._enabled and self._on_terminal:
-            self._bar = tqdm(
-                total=self._total(trainer), initial=trainer.global_step, unit="update", dynamic_ncols=True,
-                file=sys.stdout, bar_format="{n_fmt}/{total_fmt} |{bar:20}| {elapsed}<{remaining} {desc}",
-            )  # fmt: skip
+            console = self.console or Console(file=sys.stdout, force_terminal=True)
+            lanes = pl_module.colocation.executor.progress
+            self._bar = LaneBars(lanes, self._total(trainer), trainer.global_step, console)
+            self._bar.start()
             self._show()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -71,7 +131,7 @@ class PhaseProgressBar(ProgressBar, PhaseCallback):
             chosen = ("reward", "tokens_per_second")
             self._metrics |= {name: outputs["metrics"][name] for name in chosen if name in outputs["metrics"]}
         if self._bar is not None:
-            self._bar.update(trainer.global_step - self._bar.n)
+            self._bar.update(self._bar.run, completed=trainer.global_step)
             self._show()
         elif pl_module.rollouts_done == 1 or pl_module.rollouts_done % self.every_n_steps == 0:
             self._line(trainer)
@@ -128,8 +188,12 @@ class PhaseProgressBar(ProgressBar, PhaseCallback):
 
     def _show(self) -> None:
         if self._bar is not None:
-            phase = "" if self._phase is Phase.IDLE else self._phase.value
-            self._bar.set_description_str("  ".join([*self._words(), phase]))
+            task = next(t for t in self._bar.tasks if t.id == self._bar.run)
+            of = "?" if task.total is None else f"{task.total:.0f}"
+            phase = [] if self._phase is Phase.IDLE else [self._phase.value]
+            self._bar.update(
+                self._bar.run, count=f"{task.completed:.0f}/{of}", words="  ".join([*self._words(), *phase])
+            )
 
     def _line(self, trainer: Any) -> None:
         total = self._total(trainer)
@@ -149,5 +213,5 @@ class PhaseProgressBar(ProgressBar, PhaseCallback):
         if self._bar is not None:
             self._phase = Phase.IDLE
             self._show()
-            self._bar.close()
+            self._bar.stop()
             self._bar = None

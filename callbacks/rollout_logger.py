@@ -31,7 +31,9 @@ class RolloutLogger(PhaseCallback):
             logged whenever it runs.
         num_samples: Prompts per set.
         num_responses: Responses shown of each prompt; None shows all.
-        max_images: Pictures kept of each prompt.
+        log_images: Keep pictures at all: as files, and in loggers.
+        max_images: Pictures kept of each prompt; None keeps all.
+        max_image_side: A picture with a longer side than so many pixels is kept smaller; None keeps it as it is.
         dirpath: Folder; None is `<default_root_dir>/rollouts`.
     """
 
@@ -40,7 +42,9 @@ class RolloutLogger(PhaseCallback):
         every_n_steps: int = 20,
         num_samples: int = 4,
         num_responses: int | None = 4,
-        max_images: int = 4,
+        log_images: bool = True,
+        max_images: int | None = 4,
+        max_image_side: int | None = 1024,
         dirpath: str | None = None,
     ) -> None:
         for name, value in (("every_n_steps", every_n_steps), ("num_samples", num_samples)):
@@ -49,7 +53,15 @@ class RolloutLogger(PhaseCallback):
         self.every_n_steps = every_n_steps
         self.num_samples = num_samples
         self.num_responses = num_responses
+        for name, bound in (("max_images", max_images), ("max_image_side", max_image_side)):
+            if bound is not None and bound < 1:
+                raise ValueError(
+                    f"RolloutLogger: {name}={bound} must be at least 1, or null for no limit; to keep no pictures set "
+                    "log_images to false"
+                )
+        self.log_images = log_images
         self.max_images = max_images
+        self.max_image_side = max_image_side
         self.dirpath = dirpath
         self._validation_left = num_samples
         self._run = ""
@@ -101,9 +113,19 @@ class RolloutLogger(PhaseCallback):
             "split": split,
             "id": group.prompt.sample.id,
             "prompt": group.prompt.text,
-            "images": [_save_image(image, folder) for image in group.prompt.images[: self.max_images]],
+            "images": [_save_image(image, folder) for image in self._pictures(group)],
             "responses": [self._response(group, i) for i in self._shown(group)],
         }
+
+    def _pictures(self, group: Group) -> list[Image.Image]:
+        """Of a prompt, as they are kept."""
+        if not self.log_images:
+            return []
+        pictures = [_rgb(image) for image in group.prompt.images[: self.max_images]]
+        if self.max_image_side is not None:
+            for picture in pictures:
+                picture.thumbnail((self.max_image_side, self.max_image_side))  # does nothing to a smaller one
+        return pictures
 
     def _shown(self, group: Group) -> range:
         n = len(group.rollouts)
@@ -125,10 +147,10 @@ class RolloutLogger(PhaseCallback):
         import wandb
 
         # A column for each picture: W&B shows no lists of pictures.
-        width = max(len(group.prompt.images[: self.max_images]) for group in groups)
+        width = max(len(self._pictures(group)) for group in groups)
         rows: list[list[Any]] = []
         for group in groups:
-            pictures: list[Any] = [wandb.Image(_rgb(image)) for image in group.prompt.images[: self.max_images]]
+            pictures: list[Any] = [wandb.Image(image) for image in self._pictures(group)]
             pictures += [None] * (width - len(pictures))
             for i in self._shown(group):
                 r = self._response(group, i)
@@ -140,8 +162,8 @@ class RolloutLogger(PhaseCallback):
 
     def _to_tensorboard(self, logger: TensorBoardLogger, step: int, split: str, groups: list[Group]) -> None:
         for n, group in enumerate(groups):
-            for i, image in enumerate(group.prompt.images[: self.max_images]):
-                pixels = np.asarray(_rgb(image))
+            for i, image in enumerate(self._pictures(group)):
+                pixels = np.asarray(image)
                 logger.experiment.add_image(f"rollouts/{split}/{n}/image{i}", pixels, step, dataformats="HWC")
             responses = [self._response(group, i) for i in self._shown(group)]
             lines = [f"**{group.prompt.sample.id}**", _quoted(group.prompt.text)]
@@ -150,12 +172,14 @@ class RolloutLogger(PhaseCallback):
 
 
 def _rgb(image: Any) -> Image.Image:
-    return image.convert("RGB") if isinstance(image, Image.Image) else Image.fromarray(np.asarray(image)).convert("RGB")
+    """A picture of its own: the caller may shrink it."""
+    if isinstance(image, Image.Image):
+        return image.convert("RGB") if image.mode != "RGB" else image.copy()
+    return Image.fromarray(np.asarray(image)).convert("RGB")
 
 
-def _save_image(image: Any, folder: Path) -> str:
+def _save_image(rgb: Image.Image, folder: Path) -> str:
     """The picture's file, relative to `folder`. Named by its content: each picture is there once."""
-    rgb = _rgb(image)
     name = hashlib.sha256(str(rgb.size).encode() + rgb.tobytes()).hexdigest()[:16]
     path = folder / "images" / f"{name}.png"
     if not path.exists():

@@ -16,6 +16,7 @@ from rollplex.before_rollout import BeforeRollout
 from rollplex.cores import LaneThreads
 from rollplex.data.records import Request, Rollout
 from rollplex.exchange import Exchange
+from rollplex.lane_progress import LaneProgress
 from rollplex.lanes import Drained, EngineError, Event, Failed, Finished, RolloutLane, WindowClosed, WindowOpened
 from rollplex.lockstep import Lockstep
 from rollplex.phases import Notify, Phase, PhaseMachine
@@ -56,6 +57,7 @@ class Executor(BeforeRollout):
         self.streams = streams or LaneStreams()
         self.held_bytes: Callable[[], int] = lambda: 0
         """Bytes of prefix state alive now; set for each step."""
+        self.progress = LaneProgress()
         self.machine = PhaseMachine(notify)
         self.openers: list[Opener] = []
         self.reuse_prefill = False
@@ -99,16 +101,19 @@ class Executor(BeforeRollout):
         response and returns the group's index when that group is now complete.
         """
         pending = by_order(units)
+        self.progress.planned(len(pending))
         ordered = frozenset().union(*ORDERED_KINDS)
         state = ScheduleState(fixed_order=[u.id for u in pending if u.kind in ordered])
-        self.admission.start_step()
+        if self.machine.phase is Phase.IDLE:  # and no further round of a step
+            self.admission.start_step()
+        began = time.perf_counter()
         with self._guard():
             self.enter(Phase.ROLLOUT)
             self._vision(pending, state)
             self._prefill(pending, state)
             self._submit(requests(), state)
             self._overlapped(pending, state, collect)
-            self._learn_decode_times()
+            self._learn_decode_times(began)
             if self.lane.engine.releases_kv:
                 self.lane.release_kv(limit=self.timeout)
             self.enter(Phase.SCORE)
@@ -120,6 +125,7 @@ class Executor(BeforeRollout):
     def train(self, units: Iterable[Unit]) -> None:
         """TRAIN of a later mini-batch: everything it needs is known. A wish to stop waits until the step is whole."""
         pending = by_order(units)
+        self.progress.planned(len(pending))
         state = ScheduleState(drained=True, finished_groups={g for u in pending for g in u.groups})
         with self._guard(stoppable=False):
             self.enter(Phase.TRAIN)
@@ -168,6 +174,7 @@ class Executor(BeforeRollout):
         if self.exchange is not None:
             self.exchange.forget()
             requests = self.exchange.requests(requests)
+        self.progress.submitted(len(requests))
         if requests:
             self.lane.submit(requests, limit=self.timeout)
         state.drained = not requests  # a rank may have no group of a small batch
@@ -224,9 +231,9 @@ class Executor(BeforeRollout):
             return bool(self.openers) and (unit.kind in PREFIX_KINDS or state.is_next_in_order(unit))
         return self._admitted(unit, state)
 
-    def _learn_decode_times(self) -> None:
+    def _learn_decode_times(self, began: float) -> None:
         for span in self.timeline.spans():
-            if span.lane == ROLLOUT_LANE and span.name == "decode":
+            if span.lane == ROLLOUT_LANE and span.name == "decode" and span.start >= began:
                 rows, co = span.arguments["rows"], span.arguments["co"]
                 if co is not None:
                     self.admission.measurements.add_decode(span.seconds, rows, co)
@@ -241,6 +248,7 @@ class Executor(BeforeRollout):
 
     def _handle(self, event: Event, state: ScheduleState, collect: Callable[[Rollout], int | None]) -> None:
         if isinstance(event, Finished):
+            self.progress.received(event.rollout)
             arrived = [event.rollout] if self.exchange is None else self.exchange.arrived(event.rollout)
             for rollout in arrived:
                 self._collect(rollout, state, collect)
@@ -287,6 +295,7 @@ class Executor(BeforeRollout):
     def _run(self, unit: Unit, state: ScheduleState, *, before: bool = False) -> None:
         """before: the engine is handed the result, and stands still until then."""
         self.where.note(self.machine.phase, str(unit))
+        self.progress.started(unit.kind.value)
         self._notify("on_unit_start", unit)
         hidden = self.machine.phase is Phase.ROLLOUT and not before
         held, sort = self.held_bytes(), unit.sort
@@ -311,6 +320,7 @@ class Executor(BeforeRollout):
             early = (hidden or before) and unit.kind is not UnitKind.VISION  # which can do without its graph
             self.admission.learn_bytes(str(unit), sort, unit.work, unit.density, grown, early=early)
         state.done.add(unit.id)
+        self.progress.done()
         self._notify("on_unit_end", unit)
         self.where.note(self.machine.phase)
 

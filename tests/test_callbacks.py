@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
+import re
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +17,18 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from PIL import Image
+from rich.console import Console
 from runs import PictureTask, run
 
 from rollplex import GRPOModule, PhaseCallback, RollplexStrategy, VLMDataModule
-from rollplex.callbacks import PhaseProgressBar, PredictionWriter, RolloutLogger, TimelineLogger
+from rollplex.callbacks import (
+    EnvironmentLogger,
+    MemoryReport,
+    PhaseProgressBar,
+    PredictionWriter,
+    RolloutLogger,
+    TimelineLogger,
+)
 from rollplex.callbacks.files import append_jsonl, free_path, write_whole
 from rollplex.cli import DEFAULT_CALLBACKS, RollplexCLI
 from rollplex.metrics import known
@@ -161,9 +172,10 @@ def test_wandb_logger_works_offline_with_a_table_of_samples(model, tmp_path, mon
 
     logger = WandbLogger(save_dir=tmp_path, offline=True, project="test")
     try:
-        samples = RolloutLogger(every_n_steps=1, num_samples=2)
+        samples = RolloutLogger(every_n_steps=1, num_samples=2, max_image_side=40)
+        more = [TimelineLogger(1), MemoryReport(print_table=False), EnvironmentLogger()]
         settings = {"logger": logger, "log_every_n_steps": 1} | VALIDATE
-        run(model, tmp_path, callbacks=[samples], trainer=settings, **QUICK)
+        run(model, tmp_path, callbacks=[samples, *more], trainer=settings, **QUICK)
         summary = dict(logger.experiment.summary)
     finally:
         wandb.finish()
@@ -176,6 +188,74 @@ def test_wandb_logger_works_offline_with_a_table_of_samples(model, tmp_path, mon
     assert content["data"][0][content["columns"].index("image0")] == "Image"
     stored = [p.read_bytes()[:4] for p in (tmp_path / "home" / "artifacts" / "staging").iterdir()]
     assert b"\x89PNG" in stored
+    for name in ("plots/timeline", "plots/memory"):
+        assert summary[name]["_type"] == "images/separated" and summary[name]["width"] > 300
+    (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    history, config = read_offline(file)
+    scalars = {name for row in history for name, value in row.items() if isinstance(value, float | int)}
+    assert scalars >= ALWAYS and all(known(name) for name in scalars - WANDBS_OWN), scalars
+    assert [sum(name in row for row in history) for name in ("plots/timeline", "plots/memory")] == [2, 1]
+    assert config["environment"]["packages"]["torch"] == torch.__version__ and config["engine"] == "TorchEngine"
+    assert (
+        config["data"]["batch_size"] == 2 and config["num_generations"] == 2 and "TimelineLogger" in config["callbacks"]
+    )
+    assert set(summary["reward"].keys()) == {"last", "max", "mean"}
+
+
+WANDBS_OWN = {"epoch", "trainer/global_step", "_step", "_runtime", "_timestamp"}
+
+
+def offline_records(file: Path) -> Iterator[bytes]:
+    """Of W&B's offline file: a header of 7 bytes, then LevelDB's log format (blocks of 32 KiB; each piece a checksum,
+    its length and whether it is whole, first, middle or last)."""
+    data, at, record = file.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        left = 32768 - at % 32768
+        if left < 7:
+            at += left
+            continue
+        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        record += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):
+            yield record
+            record = b""
+
+
+def read_offline(file: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """(history rows, config) of W&B's offline file, as `wandb sync` would send it."""
+    from wandb.proto import wandb_internal_pb2
+
+    history: list[dict[str, Any]] = []
+    config: dict[str, Any] = {}
+    for data in offline_records(file):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        if record.WhichOneof("record_type") == "history":
+            items = [(list(i.nested_key) or [i.key], json.loads(i.value_json)) for i in record.history.item]
+            history.append({key[0]: value if len(key) == 1 else key for key, value in items})
+        for update in (record.config.update, record.run.config.update):
+            config |= {i.key or i.nested_key[0]: json.loads(i.value_json) for i in update}
+    return history, config
+
+
+def test_pictures_of_samples_have_a_switch_and_limits(model, tmp_path):
+    kinds = {
+        "all": RolloutLogger(every_n_steps=1, max_images=None, max_image_side=None),
+        "small": RolloutLogger(every_n_steps=1, max_images=1, max_image_side=40),
+        "none": RolloutLogger(every_n_steps=1, log_images=False),
+    }
+    for name, samples in kinds.items():
+        samples.dirpath = str(tmp_path / name)
+    run(model, tmp_path, callbacks=list(kinds.values()), **QUICK)
+    found = {}
+    for name in kinds:
+        lines = [line for file in (tmp_path / name).glob("*.jsonl") for line in file.read_text().splitlines()]
+        images = [image for line in lines for image in json.loads(line)["images"]]
+        sizes = [Image.open(tmp_path / name / image).size for image in images]
+        found[name] = (max(len(json.loads(line)["images"]) for line in lines), max(map(max, sizes), default=0))
+    assert found["small"] == (1, 40) and found["none"] == (0, 0) and found["all"][1] > 40
+    assert not (tmp_path / "none" / "images").exists()
 
 
 def test_a_folder_with_earlier_runs_loses_nothing(model, tmp_path):
@@ -334,12 +414,39 @@ def test_without_a_terminal_the_bar_is_one_clean_line_an_update(model, tmp_path,
     assert not [line for line in lines if "\r" in line or "\x1b" in line]
 
 
-def test_on_a_terminal_the_bar_shows_the_phase(model, tmp_path, capsys):
+class Frames(PhaseCallback):
+    """What the bars would show at each event of a step, as text."""
+
+    def __init__(self, bar: PhaseProgressBar) -> None:
+        self.bar, self.seen = bar, []
+
+    def keep(self, *arguments: Any) -> None:
+        console = Console(record=True, width=140, file=io.StringIO())
+        console.print(self.bar._bar.get_renderable())
+        self.seen.append(console.export_text())
+
+    on_phase_start = on_window_open = on_group_finished = on_unit_start = on_unit_end = keep
+
+
+def test_on_a_terminal_the_bars_show_phase_and_both_lanes(model, tmp_path):
     bar = PhaseProgressBar(terminal=True)
-    run(model, tmp_path, steps=2, callbacks=[bar], trainer={"enable_progress_bar": True}, num_mini_batches=2, **QUICK)
-    frames = capsys.readouterr().out.split("\r")
-    assert any("rollout" in frame for frame in frames) and any("train" in frame for frame in frames)
-    assert "4/4" in frames[-1] and "reward" in frames[-1]
+    bar.console = Console(record=True, width=140, file=io.StringIO(), force_terminal=True)
+    frames = Frames(bar)
+    run(
+        model, tmp_path, steps=2, callbacks=[bar, frames], trainer={"enable_progress_bar": True}, num_mini_batches=2,
+        **QUICK,
+    )  # fmt: skip
+    rows = [frame.splitlines() for frame in frames.seen]
+    assert all([line.split()[0] for line in frame] == ["update", "rollout", "train"] for frame in rows)
+    updates, rollout, train = (" | ".join(frame[i] for frame in rows) for i in range(3))
+    assert all(phase in updates for phase in ("rollout", "score", "train", "update")) and "reward" in updates
+    total = QUICK["num_generations"] * QUICK["batch_size"]
+    assert f"0/{total} responses" in rollout and f"{total}/{total} responses" in rollout and "tokens/s" in rollout
+    units = {int(n) for n in re.findall(r"(\d+)/\d+ units", train)}
+    assert len(units) > 3 and "act suffix" in train and "reward" in train
+    assert [n for n, m in re.findall(r"(\d+)/(\d+) units", train) if int(n) > int(m)] == []
+    last = bar.console.export_text().splitlines()[-3:]
+    assert "4/4" in last[0] and "reward" in last[0]
 
 
 # ---- the command line's defaults ----
@@ -361,7 +468,7 @@ def test_command_line_adds_its_callbacks_once(model, tmp_path):
     names = [path.split(".")[-1] for path in DEFAULT_CALLBACKS]
     assert set(names) <= set(cli_callbacks(tmp_path, model))
     again = cli_callbacks(tmp_path, model, *[f"--trainer.callbacks+={path}" for path in DEFAULT_CALLBACKS])
-    assert [again.count(name) for name in names] == [1, 1, 1]
+    assert [again.count(name) for name in names] == [1] * len(names)
 
 
 def test_command_line_leaves_the_bar_to_the_user(model, tmp_path):
@@ -399,6 +506,7 @@ def test_write_whole_leaves_the_old_file_when_it_fails(tmp_path, monkeypatch):
     [
         (lambda: RolloutLogger(every_n_steps=0), "every_n_steps=0"),
         (lambda: RolloutLogger(num_samples=0), "num_samples=0"),
+        (lambda: RolloutLogger(max_images=0), "set log_images to false"),
         (lambda: TimelineLogger(keep=0), "keep=0"),
         (lambda: PhaseProgressBar(every_n_steps=0), "every_n_steps=0"),
     ],
