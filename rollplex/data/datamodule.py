@@ -94,19 +94,29 @@ class VLMDataModule(LightningDataModule):
         cache_prompts: bool = False,
         num_workers: int = 0,
     ) -> None:
-        """Settings.
-
-        batch_size: prompts per rollout, of all ranks together (responses are `num_generations` times as many).
-        val_batch_size: prompts per validation, test or predict batch; all rows are used there, in order.
-        shuffle, seed: training order; another one each epoch.
-        drop_last: leave an epoch's last, smaller batch out (the rows left out differ between epochs).
-        max_prompt_length, min_pixels, max_pixels, max_image_pixels, video_fps, video_min_frames, video_max_frames,
-            video_max_seconds, video_total_pixels: see `PromptEncoder`.
-        on_bad_row: "skip" leaves a row that cannot be a prompt out of its batch (which gets smaller, or empty), warns
-            once per row and lists it in `bad_rows`; "error" encodes every row at setup and stops at the first bad one,
-            before any training step.
-        cache_prompts: keep encoded prompts in memory after their first use. For small data.
-        num_workers: processes that read and encode ahead; 0 encodes in the training process.
+        """
+        Args:
+            task: what the rows are, and what a response is worth.
+            batch_size: prompts per rollout, of all ranks together (responses are `num_generations` times as many).
+            val_batch_size: prompts per validation, test or predict batch; all rows are used there, in order.
+            shuffle: draw the training order, another one each epoch; false takes rows as they come.
+            seed: of that order.
+            drop_last: leave an epoch's last, smaller batch out (the rows left out differ between epochs).
+            max_prompt_length: most tokens of a prompt, expanded vision tokens included; a longer one is a bad row. None
+                is what the model's context leaves.
+            min_pixels: smallest area of a picture or frame after the resize; None is the processor's own.
+            max_pixels: largest such area.
+            max_image_pixels: most pixels of a picture as it is stored, before any resize.
+            video_fps: frames per second at which video files are decoded.
+            video_min_frames: fewest frames taken of a video.
+            video_max_frames: most frames taken of a video.
+            video_max_seconds: a longer video file is a bad row.
+            video_total_pixels: most pixels of a video's frames together after the resize.
+            on_bad_row: "skip" leaves a row that cannot be a prompt out of its batch (which gets smaller, or empty),
+                warns once per row and lists it in `bad_rows`; "error" encodes every row at setup and stops at the first
+                bad one, before any training step.
+            cache_prompts: keep encoded prompts in memory after their first use. For small data.
+            num_workers: processes that read and encode ahead; 0 encodes in the training process.
         """
         super().__init__()
         if on_bad_row not in ("skip", "error"):

@@ -35,13 +35,16 @@ LOGITS_BYTES = 128 * 1024**2
 class TorchEngine(RolloutEngine):
     """Decodes with the trainer's weights in the trainer's process.
 
-    max_num_seqs: rows decoded at once, over all groups. max_prefill_tokens: prompt tokens prefilled in one step (a
-    longer prompt is prefilled alone, and prompts of one prefix pass stay together). vision: "shared" takes the features
-    of the actor's vision pass. cuda_graphs: steps of fixed shapes that CUDA replays as a graph each (graph_decode.py);
-    "eager" runs these without a graph, on any device. Either gives own K/V room for the longest response at once.
-    release_kv_cache: give own K/V back after each rollout of training; CUDA graphs are then captured again.
-
     The model's vision placeholder tokens are never sampled, whatever a request says.
+
+    Args:
+        max_num_seqs: Rows decoded at once, over all groups.
+        max_prefill_tokens: Prompt tokens prefilled in one step. A longer prompt is prefilled alone, and prompts of one
+            prefix pass stay together.
+        vision: "shared" takes the features of the actor's vision pass; "engine" runs the tower itself.
+        cuda_graphs: Steps of fixed shapes that CUDA replays as a graph each (graph_decode.py); "eager" runs these
+            without a graph, on any device. Either gives own K/V room for the longest response at once.
+        release_kv_cache: Give own K/V back after each rollout of training; CUDA graphs are then captured again.
     """
 
     takes_prefix = needs_whole_weights = True

@@ -22,6 +22,10 @@ class Reward:
 
     A score is a number, or None: this reward does not apply. None for every response of a group leaves the reward out
     of that group's totals; None for some makes these responses missing (see `RewardRunner`).
+
+    Args:
+        weight: what its score is multiplied by in the total; 0 only logs it.
+        name: in metrics and logs; None takes the class's, ExactMatch as exact_match.
     """
 
     columns: ClassVar[tuple[str, ...]] = ()
@@ -34,11 +38,6 @@ class Reward:
     """Whether it calls code that a timer signal cannot interrupt, so that only worker processes bound its time."""
 
     def __init__(self, weight: float = 1.0, name: str | None = None) -> None:
-        """
-        Args:
-            weight: what its score is multiplied by in the total; 0 only logs it.
-            name: in metrics and logs; None takes the class's, ExactMatch as exact_match.
-        """
         if not math.isfinite(weight):
             raise ValueError(f"{type(self).__name__}: weight={weight} must be a finite number")
         self.weight = weight

@@ -46,20 +46,22 @@ class Charts(ChoiceTask):
         question: str = "{what}?",
         format_reward: float = 0.2,
     ) -> None:
-        """Settings.
-
-        num_bars: 2 to 9.
-        max_height: of a bar, 2 to 9; the lowest has 1. There is one grid line for each unit.
-        ask: see the class. No two bars of a chart share the largest (smallest) height if that is asked for.
-        colours: of red, green, blue, yellow, purple, black; each bar has a random one.
-        labels: write a letter under each bar.
-        image_size: side of the picture in pixels.
-        background: white, grey or black; grey is what a model sees least of.
-        train_size, validation_size: rows.
-        seed: of all charts.
-        question: {what} is `tallest`, `shortest`, or the letter of the bar. Short, because a byte-level tokenizer pays
-            for every letter.
-        format_reward: see ChoiceTask.
+        """
+        Args:
+            num_bars: 2 to 9.
+            max_height: of a bar, 2 to 9; the lowest has 1. There is one grid line for each unit.
+            ask: which bar, or how tall one is. No two bars of a chart share the largest (smallest) height if that is
+                asked for.
+            colours: of red, green, blue, yellow, purple, black; each bar has a random one.
+            labels: write a letter under each bar.
+            image_size: side of the picture in pixels.
+            background: white, grey or black; grey is what a model sees least of.
+            train_size: training rows.
+            validation_size: validation rows.
+            seed: of all charts.
+            question: {what} is `tallest`, `shortest`, or the letter of the bar. Short, because a byte-level tokenizer
+                pays for every letter.
+            format_reward: what a well formed response is worth, whatever it says.
         """
         if not 2 <= num_bars <= len(LETTERS) or not 2 <= max_height <= 9:
             raise ValueError(f"num_bars={num_bars} and max_height={max_height} must be in 2..9")

@@ -47,21 +47,23 @@ class Counting(ChoiceTask):
         question: str = "{what}?",
         format_reward: float = 0.2,
     ) -> None:
-        """Settings.
-
-        min_count, max_count: shapes that count, 0 to 9.
-        ask: what a question is about: a colour, a kind, both, or all shapes.
-        targets: the colours (kinds, for `ask: kind`) that are asked for; None: every one.
-        colours: of red, green, blue, yellow, purple, black.
-        kinds: of circle, square, triangle.
-        max_others: shapes that do not count, 0 to this many; none with `ask: all`.
-        shape_size: [smallest, largest] side in pixels.
-        image_size: side of the picture in pixels.
-        background: white, grey or black; grey is what a model sees least of.
-        train_size, validation_size: rows.
-        seed: of all scenes.
-        question: {what} is what is asked for. Short, because a byte-level tokenizer pays for every letter.
-        format_reward: see ChoiceTask.
+        """
+        Args:
+            min_count: fewest shapes that count, 0 to 9.
+            max_count: most shapes that count, 0 to 9.
+            ask: what a question is about: a colour, a kind, both, or all shapes.
+            targets: the colours (kinds, for `ask: kind`) that are asked for; None: every one.
+            colours: of red, green, blue, yellow, purple, black.
+            kinds: of circle, square, triangle.
+            max_others: shapes that do not count, 0 to this many; none with `ask: all`.
+            shape_size: [smallest, largest] side in pixels.
+            image_size: side of the picture in pixels.
+            background: white, grey or black; grey is what a model sees least of.
+            train_size: training rows.
+            validation_size: validation rows.
+            seed: of all scenes.
+            question: {what} is what is asked for. Short, because a byte-level tokenizer pays for every letter.
+            format_reward: what a well formed response is worth, whatever it says.
         """
         if not 0 <= min_count < max_count <= 9:
             raise ValueError(

@@ -47,14 +47,15 @@ class Digits(VLMTask):
         question: str = "digit?",
         format_reward: float = 0.2,
     ) -> None:
-        """Settings.
-
-        image_size: side in pixels after enlarging; the vision tower of the tiny model sees (image_size / 28)^2 tokens.
-        train_size: rows used for training; None for all that validation leaves (1,500 by default).
-        validation_size: rows held out, 10 to 1,787.
-        seed: of the split.
-        question: the prompt's text. Short, because a byte-level tokenizer pays for every letter.
-        format_reward: see the class.
+        """
+        Args:
+            image_size: side in pixels after enlarging; the vision tower of the tiny model sees (image_size / 28)^2
+                tokens.
+            train_size: rows used for training; None for all that validation leaves (1,500 by default).
+            validation_size: rows held out, 10 to 1,787.
+            seed: of the split.
+            question: the prompt's text. Short, because a byte-level tokenizer pays for every letter.
+            format_reward: what a well formed response is worth, whatever the digit.
         """
         total = len(_scans()[1])
         if not CLASSES <= validation_size <= total - CLASSES:

@@ -45,25 +45,28 @@ class FileTask(VLMTask):
         allowed_url_hosts: list[str] | None = None,
         seed: int = 0,
     ) -> None:
-        """Settings.
-
-        path: training rows: a file, a folder, a pattern (`data/train-*.parquet`) or a list of these.
-        rewards: what scores a response (see rollplex.rewards). A subclass that defines `reward` needs none.
-        validation_path, test_path: as path. Without validation_path, validation_size rows are held out of path.
-        validation_size: drawn by `seed`; 0 with no validation_path means no validation.
-        format: of all paths; "auto" goes by the ending of a file and the content of a folder.
-        prompt_field: text or chat messages. None: messages, prompt, problem or question, the first that a row has.
-        image_field: one picture or a list. None: images or image. A picture is a path, bytes, base64 text, or
-            {"bytes": ..., "path": ...}.
-        video_field: likewise; None: videos or video. A list is the videos where the name ends with s, else the frames
-            of one.
-        answer_field: None: answer, solution, ground_truth, label, or reward_model.ground_truth.
-        question: prompt of rows that have none, such as those of a folder of pictures.
-        system_prompt: for rows without a system message of their own.
-        prompt_suffix: added to the last message, e.g. how to write the answer.
-        image_placeholder, video_placeholder: where a row's pictures and videos stand in its text (`Layout.messages`).
-        media_roots: folders that files of rows must lie in; None is the folder of each path.
-        allowed_url_hosts: hosts that pictures and videos may be fetched from; None fetches nothing.
+        """
+        Args:
+            path: training rows: a file, a folder, a pattern (`data/train-*.parquet`) or a list of these.
+            rewards: what scores a response (see rollplex.rewards). A subclass that defines `reward` needs none.
+            validation_path: as path. Without validation_path, validation_size rows are held out of path.
+            test_path: rows of `rollplex test` and `predict`; None: there are none.
+            validation_size: drawn by `seed`; 0 with no validation_path means no validation.
+            format: of all paths; "auto" goes by the ending of a file and the content of a folder.
+            prompt_field: text or chat messages. None: messages, prompt, problem or question, the first that a row has.
+            image_field: one picture or a list. None: images or image. A picture is a path, bytes, base64 text, or
+                {"bytes": ..., "path": ...}.
+            video_field: likewise; None: videos or video. A list is the videos where the name ends with s, else the
+                frames of one.
+            answer_field: None: answer, solution, ground_truth, label, or reward_model.ground_truth.
+            question: prompt of rows that have none, such as those of a folder of pictures.
+            system_prompt: for rows without a system message of their own.
+            prompt_suffix: added to the last message, e.g. how to write the answer.
+            image_placeholder: where a row's pictures and videos stand in its text (`Layout.messages`).
+            video_placeholder: likewise for videos.
+            media_roots: folders that files of rows must lie in; None is the folder of each path.
+            allowed_url_hosts: hosts that pictures and videos may be fetched from; None fetches nothing.
+            seed: of the draw of validation rows.
         """
         check_paths("path", path)
         for name, given in (("validation_path", validation_path), ("test_path", test_path)):

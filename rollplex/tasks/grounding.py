@@ -60,21 +60,23 @@ class Grounding(GeneratedTask):
         question: str = "{colour}?",
         format_reward: float = 0.2,
     ) -> None:
-        """Settings.
-
-        grid: cells on each side of the picture, 3 or more; at most 9 for digits.
-        min_cells, max_cells: side of a rectangle, in cells.
-        answer_form: see the class.
-        colours: of red, green, blue, yellow, purple, black; no two rectangles of a picture share one.
-        targets: colours that are asked for; None: every one.
-        max_others: further rectangles, 0 to this many, none over another.
-        right_iou: overlap from which validation counts a response as right.
-        image_size: side of the picture in pixels, a multiple of grid.
-        background: white, grey or black; grey is what a model sees least of.
-        train_size, validation_size: rows.
-        seed: of all scenes.
-        question: {colour} is that of the rectangle asked for.
-        format_reward: what a well formed response is worth, wherever its box lies.
+        """
+        Args:
+            grid: cells on each side of the picture, 3 or more; at most 9 for digits.
+            min_cells: smallest side of a rectangle, in cells.
+            max_cells: largest side of a rectangle, in cells.
+            answer_form: four digits in cells of the grid, or [x1, y1, x2, y2] in pixels.
+            colours: of red, green, blue, yellow, purple, black; no two rectangles of a picture share one.
+            targets: colours that are asked for; None: every one.
+            max_others: further rectangles, 0 to this many, none over another.
+            right_iou: overlap from which validation counts a response as right.
+            image_size: side of the picture in pixels, a multiple of grid.
+            background: white, grey or black; grey is what a model sees least of.
+            train_size: training rows.
+            validation_size: validation rows.
+            seed: of all scenes.
+            question: {colour} is that of the rectangle asked for.
+            format_reward: what a well formed response is worth, wherever its box lies.
         """
         if answer_form not in ("digits", "brackets"):
             raise ValueError(f"answer_form={answer_form!r} must be digits or brackets")

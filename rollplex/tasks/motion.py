@@ -50,23 +50,24 @@ class Motion(ChoiceTask):
         question: str = "?",
         format_reward: float = 0.2,
     ) -> None:
-        """Settings.
-
-        directions: of left, right, up, down, two or more.
-        num_frames: frames of the video, two or more.
-        speed: [slowest, fastest] in pixels from one frame to the next. Not so fast that the way to the same place
-            through the edge is as short: at most a third of image_size.
-        wrap: see the class.
-        fps: frames per second that the model is told.
-        colours: of red, green, blue, yellow, purple, black.
-        kinds: of circle, square, triangle.
-        shape_size: [smallest, largest] side in pixels.
-        image_size: side of the frames in pixels.
-        background: white, grey or black; grey is what a model sees least of.
-        train_size, validation_size: rows.
-        seed: of all scenes.
-        question: {colour} and {kind} are the shape's. Short, because a byte-level tokenizer pays for every letter.
-        format_reward: see ChoiceTask.
+        """
+        Args:
+            directions: of left, right, up, down, two or more.
+            num_frames: frames of the video, two or more.
+            speed: [slowest, fastest] in pixels from one frame to the next. Not so fast that the way to the same place
+                through the edge is as short: at most a third of image_size.
+            wrap: what leaves on one side comes back on the other, so that no single frame tells the answer.
+            fps: frames per second that the model is told.
+            colours: of red, green, blue, yellow, purple, black.
+            kinds: of circle, square, triangle.
+            shape_size: [smallest, largest] side in pixels.
+            image_size: side of the frames in pixels.
+            background: white, grey or black; grey is what a model sees least of.
+            train_size: training rows.
+            validation_size: validation rows.
+            seed: of all scenes.
+            question: {colour} and {kind} are the shape's. Short, because a byte-level tokenizer pays for every letter.
+            format_reward: what a well formed response is worth, whatever it says.
         """
         self.directions = check_names("directions", directions, tuple(DIRECTIONS), least=2)
         if num_frames < 2:

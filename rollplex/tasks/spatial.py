@@ -47,22 +47,23 @@ class Spatial(ChoiceTask):
         question: str = "{first}?",
         format_reward: float = 0.2,
     ) -> None:
-        """Settings.
-
-        relations: of left, right, above, below, two or more.
-        colours: of red, green, blue, yellow, purple, black, two or more; no two shapes of a picture share one.
-        kinds: of circle, square, triangle.
-        targets: colours of the shape that is asked for; None: every one. With a single one the question tells nothing,
-            and the task is easier.
-        others: further shapes, which are not asked about.
-        shape_size: [smallest, largest] side in pixels.
-        image_size: side of the picture in pixels.
-        background: white, grey or black; grey is what a model sees least of.
-        train_size, validation_size: rows.
-        seed: of all scenes.
-        question: {first} and {second} are the colours, {first_kind} and {second_kind} the kinds of shape. Short,
-            because a byte-level tokenizer pays for every letter; where there are no others, {first} is enough.
-        format_reward: see ChoiceTask.
+        """
+        Args:
+            relations: of left, right, above, below, two or more.
+            colours: of red, green, blue, yellow, purple, black, two or more; no two shapes of a picture share one.
+            kinds: of circle, square, triangle.
+            targets: colours of the shape that is asked for; None: every one. With a single one the question tells
+                nothing, and the task is easier.
+            others: further shapes, which are not asked about.
+            shape_size: [smallest, largest] side in pixels.
+            image_size: side of the picture in pixels.
+            background: white, grey or black; grey is what a model sees least of.
+            train_size: training rows.
+            validation_size: validation rows.
+            seed: of all scenes.
+            question: {first} and {second} are the colours, {first_kind} and {second_kind} the kinds of shape. Short,
+                because a byte-level tokenizer pays for every letter; where there are no others, {first} is enough.
+            format_reward: what a well formed response is worth, whatever it says.
         """
         self.relations = check_names("relations", relations, tuple(RELATIONS), least=2)
         self.colours = check_names("colours", colours, tuple(COLOURS), least=2)
