@@ -192,6 +192,31 @@ def test_set_up_asks_for_disk_space(monkeypatch):
         setup_env.check_machine("test")
 
 
+@pytest.mark.parametrize(
+    ("root", "fails", "calls", "told"),
+    [
+        (True, None, ["update", "install"], "Chromium, for the report's tests"),
+        (True, "install", ["update", "install"], "apt-get install failed (no such package)"),
+        (False, None, [], "apt-get install chromium"),
+    ],
+)
+def test_set_up_gets_chromium_or_says_how(monkeypatch, capsys, root, fails, calls, told):
+    seen = []
+
+    def apt(command, **options):
+        seen.append(command[1])
+        return subprocess.CompletedProcess(command, int(command[1] == fails), "", "E: x\nno such package\n")
+
+    monkeypatch.setattr(setup_env.shutil, "which", lambda name: "/usr/bin/apt-get" if name == "apt-get" else None)
+    monkeypatch.setattr(setup_env.os, "geteuid", lambda: 0 if root else 1000)
+    monkeypatch.setattr(setup_env.subprocess, "run", apt)
+    setup_env.install_chromium()
+    assert seen == calls and told in capsys.readouterr().out
+    monkeypatch.setattr(setup_env.shutil, "which", lambda name: "/usr/bin/chromium" if name == "chromium" else None)
+    setup_env.install_chromium()
+    assert seen == calls and capsys.readouterr().out == ""
+
+
 def test_set_up_asks_for_a_compiler_only_for_tests(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     setup_env.check_machine("core")
