@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -215,6 +216,8 @@ def offline_records(file: Path) -> Iterator[bytes]:
             at += left
             continue
         length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        if at + 7 + length > len(data):
+            return  # half written
         record += data[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):
@@ -228,9 +231,14 @@ def read_offline(file: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
 
     history: list[dict[str, Any]] = []
     config: dict[str, Any] = {}
-    for data in offline_records(file):
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(data)
+    end = time.monotonic() + 30
+    while True:  # another process writes the file, to its end a moment after `finish` has returned
+        records = [wandb_internal_pb2.Record.FromString(data) for data in offline_records(file)]
+        if records and records[-1].WhichOneof("record_type") == "exit":
+            break
+        assert time.monotonic() < end, "W&B's file has no end"
+        time.sleep(0.1)
+    for record in records:
         if record.WhichOneof("record_type") == "history":
             items = [(list(i.nested_key) or [i.key], json.loads(i.value_json)) for i in record.history.item]
             history.append({key[0]: value if len(key) == 1 else key for key, value in items})
