@@ -33,17 +33,14 @@ LOGITS_BYTES = 128 * 1024**2
 
 
 class TorchEngine(RolloutEngine):
-    """Decodes with the trainer's weights in the trainer's process.
-
-    The model's vision placeholder tokens are never sampled, whatever a request says.
+    """Decodes with the trainer's weights in the trainer's process. Vision placeholder tokens are never sampled.
 
     Args:
         max_num_seqs: Rows decoded at once, over all groups.
-        max_prefill_tokens: Prompt tokens prefilled in one step. A longer prompt is prefilled alone, and prompts of one
-            prefix pass stay together.
+        max_prefill_tokens: Prompt tokens of one step. Prompts of a prefix pass stay together; a longer one is alone.
         vision: "shared" takes the features of the actor's vision pass; "engine" runs the tower itself.
-        cuda_graphs: Steps of fixed shapes that CUDA replays as a graph each (graph_decode.py); "eager" runs these
-            without a graph, on any device. Either gives own K/V room for the longest response at once.
+        cuda_graphs: Steps of fixed shapes, each replayed as a CUDA graph; "eager": without a graph, on any device.
+            Either gives own K/V room for the longest response at once.
         release_kv_cache: Give own K/V back after each rollout of training; CUDA graphs are then captured again.
     """
 
