@@ -395,6 +395,5 @@ def test_a_config_runs(name, tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_a_config_learns(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(torch, "get_num_threads", torch.get_num_threads)
     accuracies = [float(row["val/accuracy"]) for row in fit(name, tmp_path) if row.get("val/accuracy")]
     assert accuracies[-1] >= BUILT_IN[name], accuracies
