@@ -239,11 +239,11 @@ TENSOR_BAR = 1e-5
 
 @pytest.mark.parametrize("stage", of("pair", (1, 2), "tensor{}"))
 def test_a_trainer_split_over_two_ranks_equals_one(pair, plain, parity_folder, stage):
-    expected, metrics = plain()
+    expected = plain()
     result = pair[f"tensor{stage}"]
-    assert moved(expected, parity_folder) > 3 * TENSOR_BAR
-    assert largest_difference(result["weights"], expected) < TENSOR_BAR
-    for own, other in zip(result["steps"], metrics, strict=True):
+    assert moved(expected.weights, parity_folder) > 3 * TENSOR_BAR
+    assert expected.difference(result["weights"]) < TENSOR_BAR
+    for own, other in zip(result["steps"], expected.metrics, strict=True):
         assert own["reward"] == pytest.approx(other["reward"], abs=1e-6)
         assert own["loss"] == pytest.approx(other["loss"], abs=1e-6)
         assert own["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-5)  # shards count once each
@@ -252,10 +252,10 @@ def test_a_trainer_split_over_two_ranks_equals_one(pair, plain, parity_folder, s
 
 @pytest.mark.parametrize("name", of("pair", list(LOSSES), "tensor_{}2"))
 def test_a_split_trainer_equals_one_for_every_loss(pair, plain, name):
-    expected, metrics = plain(**LOSSES[name])
+    expected = plain(**LOSSES[name])
     result = pair[f"tensor_{name}2"]
-    assert largest_difference(result["weights"], expected) < TENSOR_BAR
-    assert [m["loss"] for m in result["steps"]] == pytest.approx([m["loss"] for m in metrics], abs=1e-6)
+    assert expected.difference(result["weights"]) < TENSOR_BAR
+    assert [m["loss"] for m in result["steps"]] == pytest.approx([m["loss"] for m in expected.metrics], abs=1e-6)
 
 
 @pytest.mark.parametrize("name", of("pair", ["gradient2"], "tensor_{}"))
@@ -291,9 +291,9 @@ def test_the_whole_gradient_of_other_families(pair, family, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["tensor2", "tensor_dr_grpo2"])
 def test_two_trainers_of_two_ranks_equal_one(four, plain, name):
-    expected, metrics = plain(**LOSSES.get(name.removeprefix("tensor_").removesuffix("2"), {}))
-    assert largest_difference(four[name]["weights"], expected) < TENSOR_BAR
-    for own, other in zip(four[name]["steps"], metrics, strict=True):
+    expected = plain(**LOSSES.get(name.removeprefix("tensor_").removesuffix("2"), {}))
+    assert expected.difference(four[name]["weights"]) < TENSOR_BAR
+    for own, other in zip(four[name]["steps"], expected.metrics, strict=True):
         assert own["reward"] == pytest.approx(other["reward"], abs=1e-6)
         assert own["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-5)
 
@@ -303,8 +303,7 @@ def test_two_trainers_of_two_ranks_equal_one(four, plain, name):
 def test_two_trainers_of_two_ranks_with_other_rows(four, plain, name):
     """Also one that has no group at all."""
     task, settings = z.mix(name)
-    expected, _ = plain(task, **settings)
-    assert largest_difference(four[f"tensor_{name}2"]["weights"], expected) < TENSOR_BAR
+    assert plain(task, **settings).difference(four[f"tensor_{name}2"]["weights"]) < TENSOR_BAR
 
 
 @pytest.mark.slow
