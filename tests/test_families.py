@@ -33,6 +33,9 @@ from rollplex.models.tiny import build_tiny, build_tiny_in_memory
 from rollplex.planner.models import model_shape
 from rollplex.verify import verify
 
+SLOW_RUNS = {name: pytest.mark.slow for name in ("qwen2_vl", "qwen2_5_vl", "llava_onevision")}
+"""Their training runs: of Qwen2.5-VL all other tests of schedules are."""
+
 
 @pytest.fixture(scope="module", params=NAMES)
 def family(request):
@@ -210,6 +213,7 @@ def test_engine_equals_generate_and_the_trainer(family):
         assert not set(r.token_ids.tolist()) & set(actor.banned_token_ids)
 
 
+@pytest.mark.parametrize("family", [pytest.param(n, marks=SLOW_RUNS.get(n, ())) for n in NAMES], indirect=True)
 def test_schedules_give_the_same_bits(family, folder, tmp_path):
     """Serial against overlap and streaming with one vision pass for engine and actor; each alone is `verify`'s."""
 
