@@ -38,6 +38,7 @@ class Charts(ChoiceTask):
         ask: Literal["tallest", "shortest", "height"] = "tallest",
         colours: Sequence[str] = ("red", "blue", "green"),
         labels: bool = True,
+        grid_lines: bool = True,
         image_size: int = 84,
         background: str = "white",
         train_size: int = 2000,
@@ -49,11 +50,12 @@ class Charts(ChoiceTask):
         """
         Args:
             num_bars: 2 to 9.
-            max_height: of a bar, 2 to 9; the lowest has 1. There is one grid line for each unit.
+            max_height: of a bar, 2 to 9; the lowest has 1.
             ask: which bar, or how tall one is. No two bars of a chart share the largest (smallest) height if that is
                 asked for.
             colours: of red, green, blue, yellow, purple, black; each bar has a random one.
             labels: write a letter under each bar.
+        grid_lines: one for each unit of height. Not to be left out with `ask: height`.
             image_size: side of the picture in pixels.
             background: white, grey or black; grey is what a model sees least of.
             train_size: training rows.
@@ -67,11 +69,14 @@ class Charts(ChoiceTask):
             raise ValueError(f"num_bars={num_bars} and max_height={max_height} must be in 2..9")
         if ask not in ("tallest", "shortest", "height"):
             raise ValueError(f"ask={ask!r} must be tallest, shortest or height")
+        if ask == "height" and not grid_lines:
+            raise ValueError("grid_lines=False leaves no unit to say a height in: set it to true, or ask otherwise")
         choices = [str(h) for h in range(1, max_height + 1)] if ask == "height" else LETTERS[:num_bars]
         super().__init__(
             choices, train_size, validation_size, seed, image_size, background, question, format_reward, names=("what",)
         )  # fmt: skip
-        self.num_bars, self.max_height, self.ask, self.labels = num_bars, max_height, ask, labels
+        self.num_bars, self.max_height, self.ask = num_bars, max_height, ask
+        self.labels, self.grid_lines = labels, grid_lines
         self.colours = check_names("colours", colours, tuple(COLOURS))
         self.foot = 12 if labels else 2
         if image_size < max(self.foot + 2 + 3 * max_height, 8 * num_bars):
@@ -102,7 +107,7 @@ class Charts(ChoiceTask):
         image = Image.new("RGB", (side, side), BACKGROUNDS[self.background])
         pen = ImageDraw.Draw(image)
         base, unit, pitch = side - self.foot, (side - self.foot - 2) // self.max_height, side // self.num_bars
-        for height in range(self.max_height + 1):
+        for height in range(self.max_height + 1 if self.grid_lines else 1):
             pen.line((0, base - height * unit, side - 1, base - height * unit), fill=LINES)
         for number, (height, colour) in enumerate(zip(scene.heights, scene.colours, strict=True)):
             left, right = number * pitch + pitch // 5, (number + 1) * pitch - pitch // 5 - 1
