@@ -50,7 +50,7 @@ class Whereabouts:
     @classmethod
     def connect(cls, rank: int, world: int) -> Whereabouts:
         """Over the store of the default process group. Every rank calls it as often."""
-        store = dist.distributed_c10d._get_default_store()
+        store: Any = dist.distributed_c10d._get_default_store()
         own = store.clone()  # waiting calls of others must not hold up ours
         own.set_timeout(timedelta(seconds=5))
         where = cls(rank, world, dist.PrefixStore(f"rollplex/{next(_runs)}", own))
