@@ -16,7 +16,6 @@ from rollplex.cli import main
 
 ROOT = Path(__file__).resolve().parent.parent
 SCALING = (ROOT / "docs" / "scaling.md").read_text()
-BIN = Path(sys.executable).parent
 
 
 def start(launcher: str, arguments: list[str], folder: Path) -> None:
@@ -25,11 +24,25 @@ def start(launcher: str, arguments: list[str], folder: Path) -> None:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    rollplex = [str(BIN / "rollplex"), *arguments]
+    script = folder / "rollplex"  # what pip writes for the console script
+    script.write_text("from rollplex.cli import main\n\nmain()\n")
+    rollplex = [sys.executable, str(script), *arguments]
     if launcher == "lightning":
         commands, environments = [rollplex], [environment]
     elif launcher == "torchrun":
-        commands = [[str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2", "-m", "rollplex", *arguments]]
+        commands = [
+            [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc-per-node",
+                "2",
+                "-m",
+                "rollplex",
+                *arguments,
+            ]
+        ]
         environments = [environment]
     else:  # what srun sets for two tasks of one node
         job = {
