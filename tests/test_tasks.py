@@ -269,13 +269,13 @@ def test_nothing_beats_looking_at_the_picture(name):
         ("1357", True, 1.0, 1.0),
         ("1358", True, 8 / 10, 1.0),  # 2 x 4 of 2 x 5
         ("5713", True, 0.0, 1.0),
-        ("1357", False, 0.0, 0.8),
-        ("13579", True, 0.0, 0.8),
-        ("135", True, 0.0, 0.6),
-        ("135x", True, 0.0, 0.8),
-        ("x357", False, 0.0, 0.6),
+        ("1357", False, 1.0, 1.0),  # the end token is not asked for,
+        ("13579", True, 1.0, 1.0),  # and what comes after four digits is not looked at
+        ("135", True, 0.0, 0.75),
+        ("135x7", True, 0.0, 0.75),
+        ("x357", False, 0.0, 0.75),
         ("", True, 0.0, 0.0),
-        ("[1,3,5,7]", True, 0.0, 0.4),
+        ("[1,3,5,7]", True, 0.0, 0.5),
     ],
 )
 def test_reward_of_a_box_in_digits(text, end, iou, form):
@@ -370,7 +370,7 @@ def test_too_few_scenes_for_the_rows_is_said():
         task.samples("train")
 
 
-BUILT_IN = {"counting": 0.75, "spatial": 0.75, "motion": 0.75, "charts": 0.75, "grounding": 0.4}
+BUILT_IN = {"counting": 0.75, "spatial": 0.75, "motion": 0.75, "charts": 0.85, "grounding": 0.4}
 """Config -> validation accuracy that its run reaches at least."""
 
 
@@ -393,6 +393,7 @@ def test_a_config_runs(name, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_a_config_learns(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

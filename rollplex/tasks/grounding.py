@@ -35,11 +35,12 @@ class Grounding(GeneratedTask):
     box with the right one (`rollplex.rewards.BoxIoU`).
 
     Corners lie on a grid. With `answer_form: digits` a response is the four digits x1 y1 x2 y2 in cells of the grid, as
-    "1368", and the end token: short enough for a model that knows no language. With `brackets` it is [x1, y1, x2, y2]
-    in pixels, as models write it that have learnt grounding.
+    "1368": short enough for a model that knows no language. Nothing after them is looked at, so `max_completion_length:
+    4` is enough; a random model that has learnt to write digits ends after four of them too rarely to learn it. With
+    `brackets` it is [x1, y1, x2, y2] in pixels and the end token, as models write it that have learnt grounding.
 
     The reward has two named parts: `iou`, and `format`. With digits `format` grows with each of the four places that
-    holds a digit, and with the end in its right place; with brackets it is all or nothing.
+    holds a digit; with brackets it is all or nothing.
     """
 
     def __init__(
@@ -146,16 +147,14 @@ class Grounding(GeneratedTask):
         if self.answer_form == "digits":
             if self._format(response) < 1:
                 return 0.0
-            text = f"[{','.join(text)}]"
+            text = f"[{','.join(text[:NUMBERS])}]"
         return self.iou.score(sample, replace(response, text=text))
 
     def _format(self, response: Rollout) -> float:
-        ended = response.finish_reason == "stop"
         if self.answer_form == "brackets":
+            ended = response.finish_reason == "stop"
             return float(ended and BRACKETS.fullmatch(response.text.strip()) is not None)
-        digits = sum(letter in DIGITS for letter in response.text[:NUMBERS])
-        ends = ended and len(response) == NUMBERS + 1
-        return (digits + ends) / (NUMBERS + 1)
+        return sum(letter in DIGITS for letter in response.text[:NUMBERS]) / NUMBERS
 
 
 def _overlap(a: Box, b: Box) -> bool:
