@@ -130,17 +130,31 @@ def _check_resampling(h: Mapping[str, Any]) -> None:
         )
 
 
-def check_batches(h: Mapping[str, Any], data: Any, world: int = 1) -> None:
-    """Settings of GRPOModule that the data module's batches, and the number of ranks, must allow."""
-    if h["dynamic_sample"] and world > 1:
+def _check_whole(strategy: Any, world: int) -> None:
+    """With dynamic_sample every rank of several must hold all of the model that it computes with."""
+    engine = getattr(getattr(strategy, "colocation", None), "engine", None)
+    degrees = {
+        "train_tp": getattr(strategy, "train_tp", 1),
+        "tensor_parallel_size": getattr(engine, "tensor_parallel_size", 1),
+    }
+    split = ["stage=3"] if getattr(strategy, "stage", 0) == 3 else []
+    split += [f"{name}={degree}" for name, degree in degrees.items() if degree > 1]
+    if split and world > 1:
         raise ValueError(
-            f"dynamic_sample on {world} ranks is not supported: each rank would draw another number of rounds. Train "
-            "on one device, or set dynamic_sample to false"
+            f"dynamic_sample with {split[0]} on {world} ranks is not supported: ranks that share one model must "
+            "compute the same passes, and each leaves out groups of its own. Set strategy to rollplex_ddp, "
+            "rollplex_zero1 or rollplex_zero2 without tensor parallelism, or dynamic_sample to false"
         )
+
+
+def check_batches(h: Mapping[str, Any], data: Any, world: int = 1, strategy: Any = None) -> None:
+    """Settings of GRPOModule that the data module's batches, the number of ranks and their strategy must allow."""
+    if h["dynamic_sample"]:
+        _check_whole(strategy, world)
     if h["dynamic_sample"] and not hasattr(data, "further_prompts"):
         raise ValueError(
-            f"dynamic_sample draws prompts by the data module's further_prompts(rollout), which {type(data).__name__} "
-            "lacks; use VLMDataModule, or set dynamic_sample to false"
+            "dynamic_sample draws prompts by the data module's further_prompts(rollout, start, count), which "
+            f"{type(data).__name__} lacks; use VLMDataModule, or set dynamic_sample to false"
         )
     batch_size = getattr(data, "batch_size", None)
     if batch_size is not None and h["num_mini_batches"] > batch_size:

@@ -136,7 +136,10 @@ def tallies(metrics: Mapping[str, float], how: Literal["mean", "sum"] | None = N
     }
 
 
-SUMMED = frozenset({"tokens_per_second", "rollout_tokens_per_second", "units_admitted", "units_refused"})
+SUMMED = frozenset(
+    {"tokens_per_second", "rollout_tokens_per_second", "units_admitted", "units_refused"}
+    | {"groups_kept", "groups_dropped", "groups_resampled"}
+)
 
 
 def step_metrics(step: GRPOStep) -> dict[str, float]:

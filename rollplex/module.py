@@ -23,7 +23,7 @@ from rollplex.models.policy import add_base_weights, keep_adapters_alone, make_m
 from rollplex.models.registry import load_processor
 from rollplex.models.split_model import Part, SplitModel
 from rollplex.optim import make_optimizer
-from rollplex.rank_step import LockstepStep, RankStep, Share, agree_on_share
+from rollplex.rank_step import LockstepStep, RankStep, Share, agree_on_share, whole_share
 from rollplex.ranks import Ranks
 from rollplex.resample import RoundStep, resample_metrics, run_rounds
 from rollplex.rewards.runner import RewardRunner
@@ -193,7 +193,7 @@ class GRPOModule(WithRandomStates, WithEvaluation, LightningModule):
             raise ValueError("GRPOModule needs a VLMDataModule: pass datamodule=VLMDataModule(task=...) to the trainer")
         h = self.hparams
         if stage == "fit":
-            check_batches(h, getattr(self.trainer, "datamodule", None), self.trainer.world_size)
+            check_batches(h, getattr(self.trainer, "datamodule", None), self.trainer.world_size, self.trainer.strategy)
         self.task = task
         self._runners = {
             n: RewardRunner(
@@ -240,8 +240,10 @@ class GRPOModule(WithRandomStates, WithEvaluation, LightningModule):
         h = self.hparams
         settings = StepSettings.of(h, sampling=self.sampling(), loss=self.loss_settings, **self._vision)
         parts = (self.actor, self.reference, self.rewards(h["num_generations"]), prompts, settings)
+        if h["dynamic_sample"]:
+            return RoundStep(*parts, share=share or whole_share(len(prompts)), rounds=rounds or [])
         if share is None:
-            return RoundStep(*parts, rounds=rounds or []) if h["dynamic_sample"] else GRPOStep(*parts)
+            return GRPOStep(*parts)
         lockstep = self.colocation.executor.lockstep
         kind = RankStep if lockstep is None or lockstep.same_groups else LockstepStep
         return kind(*parts, share=share)
@@ -250,11 +252,9 @@ class GRPOModule(WithRandomStates, WithEvaluation, LightningModule):
         """One rollout batch. Returns {"loss", "groups", "metrics"} for callbacks' on_train_batch_end."""
         self.updates_in_step = 0
         colocation, ranks = self.colocation, self.ranks
-        share = None
         if colocation.executor.stops_together:
             colocation.executor.stop_together(ranks)
-        if not ranks.alone:
-            share = agree_on_share(getattr(batch, "places", range(len(batch))), ranks)
+        share = None if ranks.alone else agree_on_share(getattr(batch, "places", range(len(batch))), ranks)
         if not (batch if share is None else share.groups):  # every row was bad; the data module has named them
             self.rollouts_done += 1
             return None

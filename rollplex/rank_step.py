@@ -40,12 +40,28 @@ class Share:
     """How many groups all ranks have."""
 
 
+def whole_share(groups: int) -> Share:
+    """Of a rank without peers."""
+    return Share(Ranks(), tuple(range(groups)), groups)
+
+
 def agree_on_share(places: Sequence[int], ranks: Ranks) -> Share:
     """places: where this rank's prompts stand among all rows of the batch. Rows that were bad leave no gap."""
     everywhere = sorted(place for there in ranks.gather(list(places)) for place in there)
     number = {place: i for i, place in enumerate(everywhere)}
     assert len(number) == len(everywhere), "two ranks have the same row"
     return Share(ranks, tuple(number[place] for place in places), len(everywhere))
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a rank has to say of its groups of one update."""
+
+    lengths: list[int]
+    """Tokens of its responses that count, 0 for those that do not."""
+    batch_tokens: int
+    """In all mini-batches."""
+    anything_kept: bool
 
 
 @dataclass(frozen=True)
@@ -86,16 +102,19 @@ class RankStep(GRPOStep):
             self._all_advantages()
         if update in self._agreed:
             return
-        part = [g for b in self.bundles if b.mini_batch == update % self.num_mini_batches for g in b.groups]
-        mine = (self._kept_lengths(part), self._kept_lengths(range(len(self.prompts))), super().anything_kept(update))
-        everywhere = self.share.ranks.gather(mine)
+        everywhere = self.share.ranks.gather(self._part_of(update))
         loss = self.settings.loss
         normalizer = loss_normalizer(
-            loss.loss_type, [n for lengths, _, _ in everywhere for n in lengths],
+            loss.loss_type, [n for there in everywhere for n in there.lengths],
             max_completion_length=loss.max_completion_length,
-            batch_tokens=sum(sum(lengths) for _, lengths, _ in everywhere), num_mini_batches=self.num_mini_batches,
+            batch_tokens=sum(there.batch_tokens for there in everywhere), num_mini_batches=self.num_mini_batches,
         )  # fmt: skip
-        self._agreed[update] = _Agreed(normalizer, any(kept for _, _, kept in everywhere))
+        self._agreed[update] = _Agreed(normalizer, any(there.anything_kept for there in everywhere))
+
+    def _part_of(self, update: int) -> Part:
+        groups = [g for b in self.bundles if b.mini_batch == update % self.num_mini_batches for g in b.groups]
+        batch_tokens = sum(self._kept_lengths(range(len(self.prompts))))
+        return Part(self._kept_lengths(groups), batch_tokens, super().anything_kept(update))
 
     def normalizer(self, update: int) -> float:
         return self._agreed[update].normalizer

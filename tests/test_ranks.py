@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import threading
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +17,7 @@ from rollplex.buckets import buckets
 from rollplex.bundles import make_bundles
 from rollplex.colocation import check_same_model, check_same_settings
 from rollplex.data.batches import RankRows, RolloutBatchSampler, ShareSampler
+from rollplex.data.records import Prompt, Sample
 from rollplex.evaluation import merge_means
 from rollplex.lockstep import Lockstep
 from rollplex.metrics import Tally, merge, values
@@ -23,6 +26,7 @@ from rollplex.models.qwen2_5_vl import Qwen2_5VL
 from rollplex.models.replica import Replica
 from rollplex.rank_step import agree_on_share, filler
 from rollplex.ranks import Ranks
+from rollplex.resample import FurtherPrompts
 from rollplex.units import UnitKind
 
 
@@ -83,6 +87,32 @@ def test_bad_rows_leave_no_gap_in_the_numbers_of_groups():
     assert [share.numbers for share in shares] == [(0, 2, 4), (1, 3)]
     assert {share.groups for share in shares} == {5}
     assert RankRows([], (3,)).places == (3,)
+
+
+@pytest.mark.parametrize("world", (1, 2, 3))
+def test_any_number_of_ranks_draws_the_same_further_prompts(world):
+    """Each count asked for at once; of 20 rows every third is bad."""
+
+    def draw(rank: int, start: int, count: int) -> RankRows | None:
+        rows = range(start, min(start + count, 20))
+        own = [row for row in rows[rank::world] if row % 3]
+        return (
+            RankRows([Prompt(Sample(str(row)), torch.tensor([row]), torch.tensor([0])) for row in own], own)
+            if rows
+            else None
+        )
+
+    def work(ranks):
+        further = FurtherPrompts(partial(draw, ranks.rank), ranks)
+        return [(list(share.numbers), [int(p.input_ids[0]) for p in prompts], share.groups)
+                for prompts, share in map(further.take, (4, 1, 0, 3, 9, 2))]  # fmt: skip
+
+    everywhere = together(world, work)
+    good = iter(row for row in range(20) if row % 3)
+    for parts, groups in zip(zip(*everywhere, strict=True), (4, 1, 0, 3, 5, 0), strict=True):
+        assert {there for _, _, there in parts} == {groups}
+        drawn = {n: row for numbers, rows, _ in parts for n, row in zip(numbers, rows, strict=True)}
+        assert drawn == dict(enumerate(itertools.islice(good, groups)))
 
 
 def test_ranks_with_other_weights_are_refused():

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import resample_cases as r
 import torch
 import zero_runs as z
 from helpers import relative_error
@@ -133,6 +134,8 @@ class Plain(NamedTuple):
     weights: dict[str, torch.Tensor]
     metrics: list[dict[str, float]]
     noise: dict[str, torch.Tensor]
+    rows: list[list[str]]
+    """Of the groups of each step."""
 
     def difference(self, other: dict[str, torch.Tensor]) -> float:
         """Largest difference of weights whose gradients were more than rounding; of the few others at most a learning
@@ -153,7 +156,8 @@ def plain(parity_folder, tmp_path_factory):
         if key not in known:
             root, noise = tmp_path_factory.mktemp("plain"), FindNoise()
             module = run(parity_folder, root, task=task, callbacks=[*z.callbacks(), noise], **(z.STEPS | settings))
-            known[key] = Plain(weights(module), [out["metrics"] for out in module.seen], noise.noise)
+            rows = [[g.prompt.sample.id for g in out["groups"]] for out in module.seen]
+            known[key] = Plain(weights(module), [out["metrics"] for out in module.seen], noise.noise, rows)
         return known[key]
 
     return make
@@ -179,7 +183,7 @@ def moved(model: dict[str, torch.Tensor], parity_folder) -> float:
 
 @pytest.mark.parametrize("stage", of("solo", ZERO, "train{}"))
 def test_one_rank_equals_the_plain_strategy(solo, plain, parity_folder, stage):
-    expected, metrics, _ = plain()
+    expected, metrics, _, _ = plain()
     result = solo[f"train{stage}"]
     assert moved(expected, parity_folder) > 30 * BAR
     assert largest_difference(result["weights"], expected) < BAR
@@ -188,17 +192,22 @@ def test_one_rank_equals_the_plain_strategy(solo, plain, parity_folder, stage):
         assert own["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
 
 
-@pytest.mark.parametrize("stage", of("pair", STAGES, "train{}"))
-def test_two_ranks_equal_one(pair, plain, stage):
-    expected, metrics, _ = plain()
-    result = pair[f"train{stage}"]
-    assert largest_difference(result["weights"], expected) < BAR
+def check_metrics(steps: list[dict[str, float]], metrics: list[dict[str, float]]) -> None:
+    """Of each step of several ranks, against one's."""
     timed = ("time/", "tokens_per", "rollout_tokens", "overlap", "units_", "decode_", "prefix_bytes", "memory/", "lr")
-    for own, other in zip(result["steps"], metrics, strict=True):
+    for own, other in zip(steps, metrics, strict=True):
         assert own.keys() >= {name for name in other if not name.startswith(timed)}
         for name in other:
             if not name.startswith(timed):
                 assert own[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6), name
+
+
+@pytest.mark.parametrize("stage", of("pair", STAGES, "train{}"))
+def test_two_ranks_equal_one(pair, plain, stage):
+    expected, metrics, _, _ = plain()
+    result = pair[f"train{stage}"]
+    assert largest_difference(result["weights"], expected) < BAR
+    check_metrics(result["steps"], metrics)
 
 
 @pytest.mark.parametrize(("name", "stage"), of("pair", [(n, s) for n in LOSSES for s in (0, 3)], "{}{}"))
@@ -318,6 +327,73 @@ def test_two_trainers_of_two_ranks_validate_every_row_once(four):
 def test_two_trainers_of_two_ranks_resume(four):
     result = four["tensor_resume1"]
     assert same_bits(result["straight"]["weights"], result["resumed"]["weights"])
+
+
+# ---- groups drawn in the place of others ----
+
+
+def resampled(pair: Any, plain: Any, name: str, stage: int) -> tuple[dict[str, Any], Plain]:
+    """A run of two ranks and one of one, which must be equal in weights, metrics and rows."""
+    task, settings = r.scenario(name)
+    expected, result = plain(task, **settings), pair[f"dynamic_{name}{stage}"]
+    assert expected.difference(result["weights"]) < BAR
+    check_metrics(result["steps"], expected.metrics)
+    for rows, step in zip(expected.rows, zip(*result["rows"], strict=True), strict=True):
+        assert dict(enumerate(rows)) == {place: row for rank in step for place, row in rank.items()}
+    assert all(m["groups_resampled"] > 0 for m in expected.metrics)
+    return result, expected
+
+
+DYNAMIC = [("rounds", 0), ("rounds", 1), ("rounds", 2), ("bundled", 0), ("bundled", 2)]
+
+
+@pytest.mark.parametrize(("name", "stage"), of("pair", DYNAMIC, "dynamic_{}{}"))
+def test_two_ranks_draw_and_learn_what_one_would(pair, plain, parity_folder, name, stage):
+    result, expected = resampled(pair, plain, name, stage)
+    assert len(expected.rows) == 3 and moved(expected.weights, parity_folder) > 30 * BAR
+    assert max(m["resample_rounds"] for m in expected.metrics) > 1
+    assert all(m["groups_kept"] == 4 and m["updates_skipped"] == 0 for m in result["steps"])
+
+
+@pytest.mark.parametrize(("name", "stage"), of("pair", [("one_sided", s) for s in (0, 2)], "dynamic_{}{}"))
+def test_a_rank_that_keeps_all_its_groups_goes_on_with_one_that_keeps_none(pair, plain, name, stage):
+    result, _ = resampled(pair, plain, name, stage)
+    first, second = ({place for place in ranks[0] if place < 4} for ranks in result["spread"])
+    assert (first, second) == ({0, 2}, set())
+    assert all(len(rank[0]) == 3 for rank in result["rows"])  # the two drawn are shared
+
+
+@pytest.mark.parametrize(("name", "stage"), of("pair", [("run_out", s) for s in (0, 2)], "dynamic_{}{}"))
+def test_rounds_of_two_ranks_run_out(pair, plain, name, stage):
+    result, _ = resampled(pair, plain, name, stage)
+    assert all(m["resample_rounds"] == 1 and 0 < m["groups_kept"] < 4 for m in result["steps"])
+    assert [] in [rank[0] for rank in result["spread"]]  # a rank without anything to learn
+
+
+@pytest.mark.parametrize(("name", "stage"), of("pair", [("nothing", s) for s in (0, 2)], "dynamic_{}{}"))
+def test_two_ranks_that_keep_nothing_move_nothing(pair, plain, parity_folder, name, stage):
+    result, _ = resampled(pair, plain, name, stage)
+    assert moved(result["weights"], parity_folder) == 0.0 and result["global_step"] == 2
+    assert all(m["groups_dropped"] == 12 and m["updates_skipped"] == 1 for m in result["steps"])
+
+
+@pytest.mark.parametrize(
+    ("name", "stage"), of("pair", [(n, s) for n in ("few_rows", "bad_rows") for s in (0, 2)], "dynamic_{}{}")
+)
+def test_rows_run_out_or_are_bad_for_two_ranks_as_for_one(pair, plain, name, stage):
+    result, _ = resampled(pair, plain, name, stage)
+    wanted = {"few_rows": (3, 1), "bad_rows": (3, 4)}[name]
+    assert (result["steps"][0]["groups_resampled"], result["steps"][0]["groups_kept"]) == wanted
+
+
+@pytest.mark.parametrize("stage", of("pair", (0, 2), "dynamic_resume{}"))
+def test_two_ranks_resume_to_the_same_draws(pair, stage):
+    result = pair[f"dynamic_resume{stage}"]
+    straight, resumed = result["straight"], result["resumed"]
+    assert same_bits(straight["weights"], resumed["weights"])
+    for name in ("loss", "reward", "groups_resampled", "resample_rounds"):
+        assert [m[name] for m in resumed["steps"]] == [m[name] for m in straight["steps"]][3:]
+    assert any(m["groups_resampled"] > 0 for m in resumed["steps"])
 
 
 # ---- ranks with other rows ----

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import resample_cases as r
 import zero_runs as z
 
 from rollplex.models.tiny import MARKER, build_tiny
@@ -104,13 +105,16 @@ PAIR: dict[str, Case] = {
     "ledger2_bf16": case(z.ledger, 2, dtype="bfloat16", beta=0.04),
     "export3": case(z.export, 3),
     "export3_untied": untied(z.export, 3),
+    "dynamic_rounds1": case(r.resample, 1, "rounds"),
+    **{f"dynamic_{name}{s}": case(r.resample, s, name) for name in r.NAMES for s in (0, 2)},
+    **{f"dynamic_resume{s}": case(z.resume, s, task=r.scenario("rounds")[0], dynamic_sample=True) for s in (0, 2)},
 }
 QUICK: dict[str, set[str]] = {
     "four": set(),
     "solo": {"train1", "train2", "train3", "gradient3", "resume2", "stage", "parts", "offload2", "phases2", "masters3", "limited2"},
     "pair": {
         "train0", "train2", "train3", "gradient3", "dapo_parts3", "text_image3", "uneven3", "alone3", "rows3", "resume0", "resume3",
-        "engine_0", "export3", "tensor2", "tensor_gradient2", "ledger2", "ledger3",
+        "engine_0", "export3", "tensor2", "tensor_gradient2", "ledger2", "ledger3", "dynamic_rounds2",
     },
 }  # fmt: skip
 """World -> what the default tests read; the rest is read by slow ones."""

@@ -214,15 +214,20 @@ class VLMDataModule(LightningDataModule):
     def train_dataloader(self) -> _PromptLoader:
         return self._loader(self._data["train"], self._train_sampler())
 
-    def further_prompts(self, rollout: int) -> Iterator[Prompt]:
-        """Training prompts that are not in this rollout's batch, each once, in an order that depends on (seed, rollout)
-        alone. Bad rows are reported and left out. Encoded when asked for, in this process."""
-        for number in self._train_sampler().further_rows(rollout):
-            row = self._data["train"][number]
+    def further_prompts(self, rollout: int, start: int, count: int) -> RankRows | None:
+        """This rank's prompts of the rows from `start` on, `count` of them, among the training rows that are not in
+        this rollout's batch; None when there are no more. Those come in an order that depends on (seed, rollout)
+        alone, in which `places` are. Bad rows are reported and left out. Encoded here, in this process."""
+        rows = self._train_sampler().further_rows(rollout)[start : start + count]
+        if not rows:
+            return None
+        rank, world = self._rank()
+        own = {start + i: self._data["train"][rows[i]] for i in range(rank, len(rows), world)}
+        for row in own.values():
             if isinstance(row, BadRow):
                 self._report(row)
-            else:
-                yield row
+        good = {place: row for place, row in own.items() if isinstance(row, Prompt)}
+        return RankRows(list(good.values()), list(good))
 
     def _train_sampler(self) -> RolloutBatchSampler:
         return RolloutBatchSampler(
