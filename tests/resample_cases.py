@@ -50,7 +50,7 @@ def scenario(name: str) -> tuple[FlatTask, dict[str, Any]]:
     """A task and the settings it is run with."""
     settings: dict[str, Any] = dict(dynamic_sample=True, beta=0.1, entropy_coef=0.05)
     first, second, third = (order_of(12, k) for k in range(3))
-    some = [first[1], first[2], second[0], third[3]]
+    some = [first[1], first[2], first[4], second[0], third[3]]  # and one of those drawn
     if name == "rounds":  # something to replace in each of three steps
         return FlatTask(12, some), settings
     if name == "bundled":

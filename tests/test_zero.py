@@ -340,7 +340,7 @@ def resampled(pair: Any, plain: Any, name: str, stage: int) -> tuple[dict[str, A
     check_metrics(result["steps"], expected.metrics)
     for rows, step in zip(expected.rows, zip(*result["rows"], strict=True), strict=True):
         assert dict(enumerate(rows)) == {place: row for rank in step for place, row in rank.items()}
-    assert all(m["groups_resampled"] > 0 for m in expected.metrics)
+    assert expected.metrics[0]["groups_resampled"] > 0
     return result, expected
 
 
@@ -351,7 +351,7 @@ DYNAMIC = [("rounds", 0), ("rounds", 1), ("rounds", 2), ("bundled", 0), ("bundle
 def test_two_ranks_draw_and_learn_what_one_would(pair, plain, parity_folder, name, stage):
     result, expected = resampled(pair, plain, name, stage)
     assert len(expected.rows) == 3 and moved(expected.weights, parity_folder) > 30 * BAR
-    assert max(m["resample_rounds"] for m in expected.metrics) > 1
+    assert all(m["groups_resampled"] > 0 for m in expected.metrics) and expected.metrics[0]["resample_rounds"] == 2
     assert all(m["groups_kept"] == 4 and m["updates_skipped"] == 0 for m in result["steps"])
 
 
