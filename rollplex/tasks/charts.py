@@ -11,6 +11,7 @@ from PIL import Image, ImageDraw
 
 from rollplex.tasks.generated import ChoiceTask
 from rollplex.tasks.scenes import BACKGROUNDS, COLOURS, check_names
+from rollplex.tasks.settings import check_flag, check_int
 
 LETTERS = "abcdefghi"
 LINES = (170, 170, 170)
@@ -65,6 +66,10 @@ class Charts(ChoiceTask):
                 pays for every letter.
             format_reward: what a well formed response is worth, whatever it says.
         """
+        check_int("num_bars", num_bars, 2)
+        check_int("max_height", max_height, 2)
+        check_flag("labels", labels)
+        check_flag("grid_lines", grid_lines)
         if not 2 <= num_bars <= len(LETTERS) or not 2 <= max_height <= 9:
             raise ValueError(f"num_bars={num_bars} and max_height={max_height} must be in 2..9")
         if ask not in ("tallest", "shortest", "height"):

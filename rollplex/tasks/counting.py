@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from rollplex.tasks.generated import ChoiceTask
 from rollplex.tasks.scenes import COLOURS, KINDS, Shape, check_names, check_sizes, draw, random_shapes
+from rollplex.tasks.settings import check_int
 
 
 @dataclass(frozen=True)
@@ -65,14 +66,14 @@ class Counting(ChoiceTask):
             question: {what} is what is asked for. Short, because a byte-level tokenizer pays for every letter.
             format_reward: what a well formed response is worth, whatever it says.
         """
+        for name, value in (("min_count", min_count), ("max_count", max_count), ("max_others", max_others)):
+            check_int(name, value, 0)
         if not 0 <= min_count < max_count <= 9:
             raise ValueError(
                 f"min_count={min_count} must be below max_count={max_count}, both in 0..9: one digit answers"
             )
         if ask not in ("colour", "kind", "both", "all"):
             raise ValueError(f"ask={ask!r} must be colour, kind, both or all")
-        if max_others < 0:
-            raise ValueError(f"max_others={max_others} must be 0 or more")
         super().__init__(
             [str(count) for count in range(min_count, max_count + 1)],
             train_size, validation_size, seed, image_size, background, question, format_reward, names=("what",),

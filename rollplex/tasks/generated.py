@@ -12,6 +12,7 @@ from rollplex.data.records import Rollout, Sample
 from rollplex.tasks import one_letter
 from rollplex.tasks.base import Split, VLMTask
 from rollplex.tasks.scenes import BACKGROUNDS
+from rollplex.tasks.settings import check_format_reward, check_image_size, check_int, check_question
 
 TRIES = 200
 """Scenes drawn in a row that are all in the set already, before the settings are said to have too few."""
@@ -33,22 +34,14 @@ class GeneratedTask(VLMTask):
         names: what `question` may name in braces.
         least: rows that a split must have.
         """
-        for name, value in (("train_size", train_size), ("validation_size", validation_size)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name}={value!r} must be a whole number, {least} or more")
-        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-            raise ValueError(f"seed={seed!r} must be a whole number, 0 or more")
-        if not 0 <= format_reward < 1:
-            raise ValueError(f"format_reward={format_reward} must be in [0, 1): less than a right answer is worth")
-        if background not in BACKGROUNDS:
+        check_int("train_size", train_size, least)
+        check_int("validation_size", validation_size, least)
+        check_int("seed", seed, 0)
+        check_format_reward(format_reward)
+        check_image_size(image_size)
+        check_question(question, names)
+        if background not in tuple(BACKGROUNDS):
             raise ValueError(f"background={background!r} must be one of {', '.join(BACKGROUNDS)}")
-        if not 16 <= image_size <= 4096:
-            raise ValueError(f"image_size={image_size} must be between 16 and 4096 pixels")
-        try:
-            question.format(**dict.fromkeys(names, ""))
-        except (KeyError, IndexError, ValueError) as error:
-            known = ", ".join(f"{{{name}}}" for name in names)
-            raise ValueError(f"question={question!r} may name {known} in braces, and nothing else") from error
         self.train_size, self.validation_size, self.seed = train_size, validation_size, seed
         self.image_size, self.background = image_size, background
         self.question, self.format_reward = question, format_reward

@@ -14,6 +14,7 @@ from rollplex.data.records import Rollout, Sample
 from rollplex.rewards.boxes import BoxIoU
 from rollplex.tasks.generated import GeneratedTask
 from rollplex.tasks.scenes import BACKGROUNDS, COLOURS, check_names
+from rollplex.tasks.settings import check_image_size, check_int, check_number
 
 Box = tuple[int, int, int, int]
 NUMBERS = 4
@@ -81,6 +82,12 @@ class Grounding(GeneratedTask):
         """
         if answer_form not in ("digits", "brackets"):
             raise ValueError(f"answer_form={answer_form!r} must be digits or brackets")
+        for name, value, least in (
+            ("grid", grid, 3), ("min_cells", min_cells, 1), ("max_cells", max_cells, 1), ("max_others", max_others, 0),
+        ):  # fmt: skip
+            check_int(name, value, least)
+        check_image_size(image_size)
+        check_number("right_iou", right_iou)
         if grid < 3 or (answer_form == "digits" and grid > 9):
             raise ValueError(f"grid={grid} must be 3 or more, and at most 9 where one digit says a place")
         if not 1 <= min_cells <= max_cells < grid:

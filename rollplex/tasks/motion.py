@@ -9,6 +9,7 @@ from typing import Any
 
 from rollplex.tasks.generated import ChoiceTask
 from rollplex.tasks.scenes import COLOURS, KINDS, Shape, check_names, draw
+from rollplex.tasks.settings import check_flag, check_image_size, check_int, check_number, check_range
 
 DIRECTIONS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
 """Steps in the picture, x to the right and y down."""
@@ -70,19 +71,23 @@ class Motion(ChoiceTask):
             format_reward: what a well formed response is worth, whatever it says.
         """
         self.directions = check_names("directions", directions, tuple(DIRECTIONS), least=2)
-        if num_frames < 2:
-            raise ValueError(f"num_frames={num_frames} must be 2 or more: one frame shows no motion")
-        if len(speed) != 2 or not 1 <= speed[0] <= speed[1] <= image_size / 3:
+        check_int("num_frames", num_frames, 2)  # one frame shows no motion
+        check_flag("wrap", wrap)
+        check_number("fps", fps)
+        check_image_size(image_size)
+        speeds = check_range("speed", speed, "[slowest, fastest] in pixels", least=1)
+        sizes = check_range("shape_size", shape_size, "[smallest, largest] in pixels", least=4)
+        if speeds[1] > image_size / 3:
             raise ValueError(
                 f"speed={list(speed)} must be [slowest, fastest], from 1 to a third of image_size={image_size}"
             )
         if not fps > 0:
             raise ValueError(f"fps={fps} must be positive")
-        if len(shape_size) != 2 or not 4 <= shape_size[0] <= shape_size[1] <= image_size / 2:
+        if sizes[1] > image_size / 2:
             raise ValueError(
                 f"shape_size={list(shape_size)} must be [smallest, largest], 4 to half of image_size={image_size}"
             )
-        room = 2 * speed[1] * (num_frames - 1) + shape_size[1]
+        room = 2 * speeds[1] * (num_frames - 1) + sizes[1]
         if not wrap and room > image_size:
             raise ValueError(
                 f"wrap=False needs {room} pixels for a shape to move either way, image_size={image_size} has fewer: "
@@ -93,7 +98,7 @@ class Motion(ChoiceTask):
             question, format_reward, names=("colour", "kind"),
         )  # fmt: skip
         self.num_frames, self.wrap, self.fps = num_frames, wrap, fps
-        self.speed, self.sizes = (speed[0], speed[1]), (shape_size[0], shape_size[1])
+        self.speed, self.sizes = speeds, sizes
         self.colours = check_names("colours", colours, tuple(COLOURS))
         self.kinds = check_names("kinds", kinds, KINDS)
 

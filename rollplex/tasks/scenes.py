@@ -9,6 +9,8 @@ from random import Random
 
 from PIL import Image, ImageDraw
 
+from rollplex.tasks.settings import check_range
+
 COLOURS = {
     "red": (220, 40, 40),
     "green": (40, 160, 60),
@@ -84,7 +86,7 @@ def place(
 
 def check_names(setting: str, names: Sequence[str], known: Sequence[str], least: int = 1) -> tuple[str, ...]:
     """The names as a tuple. Raises ValueError for an unknown one, one given twice, or fewer than `least`."""
-    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"{setting}={names!r} must be a list of names, e.g. [{', '.join(known[:2])}]")
     if unknown := sorted(set(names) - set(known)):
         raise ValueError(f"{setting} has {', '.join(unknown)}; known are {', '.join(known)}")
@@ -98,9 +100,7 @@ def check_sizes(shape_size: Sequence[int], image_size: int, most: int, gap: int 
 
     Random places find room while the boxes, with the gaps around them, cover at most half of the picture.
     """
-    if len(shape_size) != 2 or not 4 <= shape_size[0] <= shape_size[1]:
-        raise ValueError(f"shape_size={list(shape_size)} must be [smallest, largest] in pixels, 4 or more")
-    low, high = shape_size
+    low, high = check_range("shape_size", shape_size, "[smallest, largest] in pixels", least=4)
     if most * (high + gap) ** 2 > 0.5 * image_size**2 or high + 2 * gap > image_size:
         raise ValueError(
             f"{most} shapes of {high} pixels do not fit well into image_size={image_size}: raise image_size, or lower "

@@ -9,9 +9,13 @@ from typing import Any
 
 from rollplex.tasks.generated import ChoiceTask
 from rollplex.tasks.scenes import COLOURS, KINDS, Shape, check_names, check_sizes, draw, random_shapes
+from rollplex.tasks.settings import check_int, check_question
 
 RELATIONS = {"left": (-1, 0), "right": (1, 0), "above": (0, -1), "below": (0, 1)}
 """Directions in the picture, x to the right and y down."""
+
+NAMES = ("first", "second", "first_kind", "second_kind")
+"""What a question may name."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,8 @@ class Spatial(ChoiceTask):
         self.colours = check_names("colours", colours, tuple(COLOURS), least=2)
         self.kinds = check_names("kinds", kinds, KINDS)
         self.targets = self.colours if targets is None else check_names("targets", targets, self.colours)
+        check_int("others", others, 0)
+        check_question(question, NAMES)
         if not 0 <= others <= len(self.colours) - 2:
             raise ValueError(
                 f"others={others} must be 0 to {len(self.colours) - 2}: no two shapes share one of the "
@@ -80,7 +86,7 @@ class Spatial(ChoiceTask):
             )
         super().__init__(
             [relation[0] for relation in self.relations], train_size, validation_size, seed, image_size, background,
-            question, format_reward, names=("first", "second", "first_kind", "second_kind"),
+            question, format_reward, names=NAMES,
         )  # fmt: skip
         self.others = others
         self.sizes = check_sizes(shape_size, image_size, 2 + others)
