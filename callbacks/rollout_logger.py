@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from PIL import Image
 
 from rollplex.callbacks.files import append_jsonl, write_whole
+from rollplex.checks import check_flag, check_whole
 from rollplex.data.records import Group
 from rollplex.phases import PhaseCallback
 
@@ -47,18 +49,20 @@ class RolloutLogger(PhaseCallback):
         max_image_side: int | None = 1024,
         dirpath: str | None = None,
     ) -> None:
-        for name, value in (("every_n_steps", every_n_steps), ("num_samples", num_samples)):
-            if value < 1:
-                raise ValueError(f"RolloutLogger: {name}={value} must be at least 1")
+        check_whole("RolloutLogger: every_n_steps", every_n_steps)
+        check_whole("RolloutLogger: num_samples", num_samples)
+        check_whole("RolloutLogger: num_responses", num_responses, null="all")
+        for name, bound in (("max_images", max_images), ("max_image_side", max_image_side)):
+            null = "no limit; to keep no pictures set log_images to false"
+            check_whole(f"RolloutLogger: {name}", bound, null=null)
+        check_flag("RolloutLogger: log_images", log_images)
+        if dirpath is not None and not (isinstance(dirpath, str | os.PathLike) and os.fspath(dirpath)):
+            raise ValueError(
+                f"RolloutLogger: dirpath={dirpath!r} must be a folder, or null for <default_root_dir>/rollouts"
+            )
         self.every_n_steps = every_n_steps
         self.num_samples = num_samples
         self.num_responses = num_responses
-        for name, bound in (("max_images", max_images), ("max_image_side", max_image_side)):
-            if bound is not None and bound < 1:
-                raise ValueError(
-                    f"RolloutLogger: {name}={bound} must be at least 1, or null for no limit; to keep no pictures set "
-                    "log_images to false"
-                )
         self.log_images = log_images
         self.max_images = max_images
         self.max_image_side = max_image_side

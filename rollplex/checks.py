@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from rollplex.grpo.advantages import ScaleRewards
 from rollplex.grpo.importance import ImportanceMode
-from rollplex.models.lora import check_lora
+from rollplex.models.lora_settings import check_lora
 from rollplex.models.split_model import Part
 
 
@@ -20,6 +20,12 @@ def check_whole(name: str, value: Any, *, null: str | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         more = f", or null for {null}" if null is not None else ""
         raise ValueError(f"{name}={value!r} must be a whole number above 0{more}")
+
+
+def check_flag(name: str, value: Any) -> None:
+    """ValueError unless `value` is true or false."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r} must be true or false")
 
 
 def check_settings(h: Mapping[str, Any]) -> None:

@@ -517,6 +517,20 @@ def test_write_whole_leaves_the_old_file_when_it_fails(tmp_path, monkeypatch):
         (lambda: RolloutLogger(every_n_steps=0), "every_n_steps=0"),
         (lambda: RolloutLogger(num_samples=0), "num_samples=0"),
         (lambda: RolloutLogger(max_images=0), "set log_images to false"),
+        *(
+            (lambda name=name, value=value: RolloutLogger(**{name: value}), f"RolloutLogger: {name}={value!r} must be")
+            for name, value in (
+                ("num_responses", 0),
+                ("num_responses", -1),
+                ("every_n_steps", 1.5),
+                ("max_images", 2.5),
+                ("num_samples", "4"),
+                ("max_image_side", True),
+                ("log_images", "no"),
+                ("dirpath", ""),
+                ("dirpath", 3),
+            )
+        ),
         (lambda: TimelineLogger(keep=0), "keep=0"),
         (lambda: PhaseProgressBar(every_n_steps=0), "every_n_steps=0"),
     ],

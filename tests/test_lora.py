@@ -37,6 +37,7 @@ from rollplex.models.policy import make_models
 from rollplex.models.registry import load_hf, split
 from rollplex.models.tiny import build_tiny, build_tiny_in_memory
 from rollplex.models.twin import merged_model
+from rollplex.planner.adapters import adapter_sizes
 from rollplex.residency import ACTIVATIONS, ACTOR_KV, GRADIENTS, KV_POOL, MOMENTS, PARAMETERS, REFERENCE, REFERENCE_KV
 from rollplex.verify import verify
 
@@ -256,6 +257,25 @@ def test_other_families_train_and_export_adapters(family, tmp_path):
         ({"r": 0}, "r=0 must be a whole number"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' is not supported.*W must stay"),
         ({"target_modules": ["nothing"]}, "do not fit this model"),
+        ({"target_modules": ["q_proj", "nothing"]}, "target_modules has nothing, which matches nothing"),
+        ({"target_modules": "(("}, r"target_modules has '\(\(', which is no regular expression"),
+        ({"target_modules": []}, r"target_modules=\[\] must be a list"),
+        ({"target_modules": 3}, "target_modules=3 must be a list"),
+        ({"exclude_modules": ["nothing"]}, "exclude_modules has nothing, which matches nothing in this model"),
+        ({"rank_pattern": 3}, "rank_pattern=3 must be a mapping"),
+        ({"rank_pattern": {"q_proj": "x"}}, "rank_pattern: q_proj='x' must be a whole number"),
+        ({"rank_pattern": {"q_proj": 0}}, "rank_pattern: q_proj=0 must be a whole number"),
+        ({"rank_pattern": {"nothing": 2}}, "rank_pattern has nothing, which matches nothing"),
+        ({"alpha_pattern": {"((": 2}}, r"alpha_pattern has '\(\(', which is no regular expression"),
+        ({"alpha_pattern": {"q_proj": 2, "qkv": 2}}, "alpha_pattern has qkv, which matches nothing"),
+        ({"layers_to_transform": [0]}, "goes with target_modules as a list of names"),
+        ({"target_modules": ["q_proj"], "layers_to_transform": [0, 99]}, "layers_to_transform has 99, which matches"),
+        ({"target_modules": ["q_proj"], "layers_to_transform": [99]}, "do not fit this model.*'layers_to_transform'"),
+        ({"target_modules": ["q_proj"], "layers_to_transform": ["0"]}, "layers_to_transform=.* must be a layer's"),
+        ({"layers_pattern": "layers"}, "layers_pattern has no effect without"),
+        ({"use_rslora": "perhaps"}, "use_rslora='perhaps' must be true or false"),
+        ({"r": 100_000}, "r=100000 is more than"),
+        (3, "lora=3 must be null or a mapping"),
         ({"target_modules": ["lm_head"]}, "takes in lm_head: only linear layers other than the output head"),
         ({"target_modules": ["embed_tokens"]}, "takes in .*embed_tokens: only linear"),
     ],
@@ -271,6 +291,26 @@ def test_lora_settings_that_cannot_work_are_refused(folder, settings, message):
         return
     with pytest.raises(ValueError, match=r"frozen parts \(freeze=\['language_model'\]\)"):
         make_models(h | {"lora": {"r": 2}, "freeze": ["language_model"]})
+
+
+@pytest.mark.filterwarnings("error")
+def test_lora_settings_of_a_part_of_the_layers_are_taken():
+    settings = RANDOM | {
+        "target_modules": ["q_proj", "v_proj"], "layers_to_transform": [1], "layers_pattern": "layers",
+        "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"v_proj": 2}, "exclude_modules": None, "use_rslora": True,
+    }  # fmt: skip
+    actor, _, _ = adapted("qwen2_5_vl", settings)
+    found = {name.rpartition(".")[2]: layer.r["default"] for name, layer in lora.adapted(actor.hf)}
+    assert found == {"q_proj": 2, "v_proj": 4}
+
+
+def test_the_plan_refuses_what_fit_refuses(folder, tmp_path):
+    for settings, message in (
+        ({"target_modules": ["q_proj", "nothing"]}, "matches nothing"),
+        ({"target_modules": "(("}, "no regular"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            adapter_sizes(str(folder), settings, ())
 
 
 def test_the_plan_counts_adapters(folder, tmp_path):

@@ -15,38 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rollplex.models.lora_settings import as_list, check_lora, check_matches, check_ranks
+
 ADAPTER = "default"
 """peft's name of the one adapter."""
 
 LANGUAGE_LINEARS = r".*language_model.*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
 """Where nothing else is said: every linear layer of the language model but the output head."""
-
-SETTINGS = (
-    "r", "lora_alpha", "target_modules", "exclude_modules", "use_rslora", "init_lora_weights", "layers_to_transform",
-    "layers_pattern", "rank_pattern", "alpha_pattern",
-)  # fmt: skip
-"""What of peft's LoraConfig may be set. Others would train whole weights besides, change W, or draw dropout masks that
-rollout and update do not share."""
-
-INITS = (True, False, "gaussian")
-"""Ways of initialising that leave W as it is."""
-
-
-def check_lora(settings: Mapping[str, Any]) -> None:
-    """ValueError for settings that cannot be used, before anything is loaded."""
-    unknown = sorted(set(settings) - set(SETTINGS))
-    if unknown:
-        raise ValueError(f"lora has {', '.join(unknown)}, which cannot be set; it takes {', '.join(SETTINGS)}")
-    for name in ("r", "lora_alpha"):
-        value = settings.get(name, 1)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"lora: {name}={value!r} must be a whole number, 1 or more")
-    init = settings.get("init_lora_weights", True)
-    if not any(init is known or (init == known and isinstance(init, str)) for known in INITS):
-        raise ValueError(
-            f"lora: init_lora_weights={init!r} is not supported: the reference is the model with its adapters off, so "
-            f"W must stay what it was; set one of {', '.join(map(str, INITS))}"
-        )
 
 
 def lora_config(settings: Mapping[str, Any]) -> Any:
@@ -56,7 +31,8 @@ def lora_config(settings: Mapping[str, Any]) -> Any:
         from peft import LoraConfig
     except ImportError:
         raise ImportError('lora needs peft: install "rollplex[lora]", or take the setting out') from None
-    return LoraConfig(**({"target_modules": LANGUAGE_LINEARS} | dict(settings)))
+    targets = settings.get("target_modules") or LANGUAGE_LINEARS
+    return LoraConfig(**(dict(settings) | {"target_modules": targets}))
 
 
 def add_adapters(hf: Any, config: Any, seed: int | None = None) -> None:
@@ -67,23 +43,31 @@ def add_adapters(hf: Any, config: Any, seed: int | None = None) -> None:
     """
     from peft import inject_adapter_in_model
 
+    check_ranks(config, hf.modules())  # before memory is taken for them
+    modules, asked = [name for name, _ in hf.named_modules()], dict(vars(config))  # peft may change the config
     with torch.random.fork_rng(devices=[], enabled=seed is not None):
         if seed is not None:
             torch.manual_seed(seed)
         try:
             inject_adapter_in_model(config, hf, adapter_name=ADAPTER)
         except ValueError as error:
-            raise ValueError(
-                f"lora: target_modules={config.target_modules!r} do not fit this model: {error}"
-            ) from error
+            raise ValueError(f"lora: target_modules={_shown(asked)} do not fit this model: {error}") from error
     wrong = [name for name, layer in adapted(hf) if type(layer.base_layer) is not nn.Linear]
     head = hf.get_output_embeddings()
     wrong += [name for name, layer in adapted(hf) if layer is head]
     if wrong:
         raise ValueError(
-            f"lora: target_modules={config.target_modules!r} takes in {', '.join(wrong[:5])}: only linear layers other "
+            f"lora: target_modules={_shown(asked)} takes in {', '.join(wrong[:5])}: only linear layers other "
             "than the output head can have adapters. Name fewer, or set exclude_modules"
         )
+    check_matches(asked, modules, [name for name, _ in adapted(hf)])
+    check_ranks(config, (layer.base_layer for _, layer in adapted(hf)))
+
+
+def _shown(asked: Mapping[str, Any]) -> str:
+    """target_modules as set: peft keeps a list as a set, in any order."""
+    targets = asked["target_modules"]
+    return repr(targets if isinstance(targets, str) else sorted(as_list(targets)))
 
 
 def config_of(hf: Any) -> Any | None:
