@@ -159,6 +159,28 @@ def test_damaged_parts_are_told_and_the_rest_is_shown(folder, tmp_path):
     assert found.samples[-1].step == 3 and len(found.samples[-1].records) == lines.count("\n") - 1
 
 
+@pytest.mark.parametrize(
+    "content", ["", "{ha", "[" * 100_000, '{"responses": 1}'], ids=["empty", "half", "deep", "other"]
+)
+@pytest.mark.parametrize("file", ["rollouts/step_000001.jsonl", "metrics.csv"])
+def test_a_file_with_nothing_whole_is_damaged_not_absent(tmp_path, file, content):
+    path = tmp_path / file
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(content)
+    part = "curves" if file == "metrics.csv" else "samples"
+    (why,) = [m.why for m in read_run(tmp_path).missing if m.what == part]
+    assert why.startswith("empty or damaged") and path.name in why
+
+
+def test_a_line_without_end_takes_no_other_with_it(tmp_path):
+    (tmp_path / "rollouts").mkdir()
+    (tmp_path / "rollouts" / "step_000003.jsonl").write_text("[" * 100_000 + '\n{"responses": []}\n')
+    (tmp_path / "memory.json").write_text("[" * 100_000)
+    found = read_run(tmp_path)
+    assert [m.what for m in found.missing if m.why.startswith("damaged")] == ["memory"]
+    assert [(s.step, len(s.records)) for s in found.samples] == [(3, 1)]
+
+
 @pytest.mark.parametrize("package", ["matplotlib", "jinja2"])
 def test_without_a_package_the_extra_is_named(folder, tmp_path, monkeypatch, package):
     real = builtins.__import__

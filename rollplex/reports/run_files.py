@@ -94,7 +94,7 @@ class RunFiles:
         """The config as nested mappings; empty without one."""
         try:
             found = yaml.safe_load(self.config) if self.config else {}
-        except yaml.YAMLError:
+        except (yaml.YAMLError, RecursionError):
             return {}
         return found if isinstance(found, dict) else {}
 
@@ -120,6 +120,17 @@ HOW = {
 """Part -> what writes it."""
 
 
+class NothingWhole(ValueError):
+    """Files of a part are there, and nothing in them can be read."""
+
+    def __init__(self, files: list[Path], what: str) -> None:
+        super().__init__(
+            f"empty or damaged: no {what} in {files[-1].name}"
+            + (f", nor in {len(files) - 1} more" if len(files) > 1 else "")
+            + ". A run that was killed early leaves such a file"
+        )
+
+
 def read_run(folder: Path, *, sample_sets: int = 3) -> RunFiles:
     """Everything that is there.
 
@@ -136,7 +147,10 @@ def read_run(folder: Path, *, sample_sets: int = 3) -> RunFiles:
     def part(name: str, read: Callable[[Path], T | None]) -> T | None:
         try:
             found = read(folder)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, csv.Error) as error:
+        except NothingWhole as error:
+            missing.append(Missing(name, str(error)))
+            return None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, csv.Error) as error:
             missing.append(Missing(name, f"damaged: {type(error).__name__}: {error}"))
             return None
         if not found:
@@ -152,7 +166,7 @@ def read_run(folder: Path, *, sample_sets: int = 3) -> RunFiles:
         config=part("config", _config),
         environment=part("environment", _environment) or {},
     )
-    if len(missing) == len(HOW) and not any(m.why.startswith("damaged") for m in missing):
+    if len(missing) == len(HOW) and all(m.why == HOW[m.what] for m in missing):
         raise ValueError(
             f"{folder} is no run: it holds none of metrics.csv, TensorBoard events, timeline/, memory.json, rollouts/, "
             "config.yaml, environment.json. Give the default_root_dir of a run of `rollplex fit`"
@@ -194,7 +208,10 @@ def read_scalars(folder: Path) -> dict[str, Series]:
         for name, by_step in points.items():
             merged.setdefault(name, {}).update(by_step)
     series = {n: sorted((s, v) for s, v in by_step.items() if math.isfinite(v)) for n, by_step in merged.items()}
-    return {n: Series(tuple(s for s, _ in p), tuple(v for _, v in p)) for n, p in series.items() if p}
+    out = {n: Series(tuple(s for s, _ in p), tuple(v for _, v in p)) for n, p in series.items() if p}
+    if files and not out:
+        raise NothingWhole(files, "row with a step and a finite value")
+    return out
 
 
 def _csv_points(path: Path) -> dict[str, dict[float, float]]:
@@ -263,6 +280,8 @@ def _samples(folder: Path, sets: int) -> tuple[SampleSet, ...]:
     wrote into the folder, of the one that started training last (and of validations after that)."""
     files = sorted(folder.rglob("rollouts/step_*.jsonl"), key=lambda path: _step_of(path))
     read = {path: [r for r in map(_record, path.read_text(errors="replace").splitlines()) if r] for path in files}
+    if files and not any(read.values()):
+        raise NothingWhole(files, "whole line of samples")
     newest = max((_run_of(r) for records in read.values() for r in records if _split_of(r) == "train"), default="")
     shown = {path: [r for r in records if _run_of(r) >= newest] for path, records in read.items()}
     files = [path for path in files if shown[path]]
@@ -285,10 +304,10 @@ def _split_of(record: Mapping[str, Any]) -> str:
 
 
 def _record(line: str) -> Mapping[str, Any] | None:
-    """None for half a line of a run that was killed."""
+    """None for half a line of a run that was killed, and for what is no record."""
     try:
         record = json.loads(line)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):  # also a number of more digits than Python reads, and brackets without end
         return None
     return record if isinstance(record, dict) and isinstance(record.get("responses"), list) else None
 
