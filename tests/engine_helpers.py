@@ -137,7 +137,7 @@ class LentProcess:
         command += ["--key-file", self.key_file, "--device", "cpu"]
         here = f"{Path(__file__).parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
         self.process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": here}, stdout=subprocess.DEVNULL)
-        self.place = Elsewhere(self.address, key.read_bytes())
+        self.place = Elsewhere(self.address, key.read_bytes(), str(key))
         self.line: Any = None
 
     def lend(self, engine: RolloutEngine | None = None, **settings: Any) -> RemoteEngine:

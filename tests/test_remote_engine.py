@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -26,8 +26,8 @@ from runs import same_bits, weights
 
 from rollplex.callbacks import GroupStreaming, PrefillReuse, PrefixOverlap, SharedWeights
 from rollplex.data.records import SamplingParams
-from rollplex.engines import EngineContext, RemoteEngine, TorchEngine, VLLMEngine, remote_server
-from rollplex.engines.remote_link import EngineProcess, EngineProcessError, read_key
+from rollplex.engines import EngineContext, RemoteEngine, TorchEngine, VLLMEngine, remote_link, remote_server
+from rollplex.engines.remote_link import EngineProcess, EngineProcessError, call, read_key
 from rollplex.engines.remote_server import accept
 from rollplex.lanes import EngineError
 from rollplex.models.qwen2_5_vl import Qwen2_5VL
@@ -235,9 +235,11 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("by", ["line", "parent"])
-def test_an_engine_process_watches_its_line_and_its_parent(monkeypatch, by):
+def test_an_engine_process_watches_its_line_and_its_parent(monkeypatch, tmp_path, by):
     """Three processes: this one, a trainer that is killed, its engine. A forked data loader may keep the line open."""
     monkeypatch.setattr(remote_server, "GRACE", 0.1)
+    folder = tmp_path / f"{remote_link.FOLDER}x"
+    folder.mkdir()
     trainers, engines = socket.socketpair()
     read, write = os.pipe()
     trainer = os.fork()
@@ -245,7 +247,7 @@ def test_an_engine_process_watches_its_line_and_its_parent(monkeypatch, by):
         parent = os.getpid()
         if not os.fork():
             trainers.close()
-            remote_server.end_with_trainer(Connection(engines.detach()), None if by == "line" else parent)
+            remote_server.end_with_trainer(Connection(engines.detach()), None if by == "line" else parent, folder)
             os.write(write, str(os.getpid()).encode())
             time.sleep(1000)
         engines.close()
@@ -255,13 +257,13 @@ def test_an_engine_process_watches_its_line_and_its_parent(monkeypatch, by):
         trainers.close()
     pid = int(os.read(read, 100))
     time.sleep(0.7)
-    assert alive(pid)
+    assert alive(pid) and folder.exists()
     os.kill(trainer, signal.SIGKILL)
     os.waitpid(trainer, 0)
     end = time.monotonic() + 10
     while alive(pid) and time.monotonic() < end:
         time.sleep(0.05)
-    assert not alive(pid)
+    assert not alive(pid) and not folder.exists()
     trainers.close()
 
 
@@ -278,19 +280,128 @@ def test_an_engine_process_ends_with_a_trainer_that_is_killed(stuck):
     assert not alive(pid)
 
 
+def answer(listener: socket.socket, key: bytes, **settings) -> tuple[threading.Thread, list[Connection | None]]:
+    got: list[Connection | None] = []
+    thread = threading.Thread(target=lambda: got.append(accept(listener, key, **settings)), daemon=True)
+    thread.start()
+    return thread, got
+
+
 def test_a_caller_without_the_key_is_turned_away_before_a_message_is_read(tmp_path, capsys):
-    address, key, got = str(tmp_path / "line"), b"k" * 32, []
-    with Listener(address, "AF_UNIX", authkey=key) as listener:
-        thread = threading.Thread(target=lambda: got.append(accept(listener)))
-        thread.start()
+    address, key = str(tmp_path / "line"), b"k" * 32
+    with remote_server.listen(address) as listener:
+        thread, got = answer(listener, key)
         with pytest.raises(AuthenticationError):
-            Client(address, "AF_UNIX", authkey=b"x" * 32)
-        with Client(address, "AF_UNIX", authkey=key) as line:
+            call(address, b"x" * 32, 20.0)
+        with call(address, key, 20.0) as line:
             thread.join(timeout=20)
             line.send_bytes(b"hello")
             assert got[0].recv_bytes() == b"hello"
         got[0].close()
     assert "a caller was turned away" in capsys.readouterr().err
+
+
+def test_a_silent_caller_keeps_no_trainer_out_and_is_turned_away(capsys, monkeypatch):
+    monkeypatch.setattr(remote_server, "CALLERS", 2)
+    monkeypatch.setattr(remote_server, "PATIENCE", 0.5)
+    key = b"k" * 32
+    with remote_server.listen(("127.0.0.1", 0)) as listener:
+        address = listener.getsockname()
+        silent = [socket.create_connection(address) for _ in range(3)]
+        for caller in silent[:1]:
+            caller.sendall(b"\0")  # part of a message is silence too
+        thread, got = answer(listener, key)
+        with call(address, key, 20.0) as line:
+            thread.join(timeout=20)
+            line.send_bytes(b"hello")
+            assert got[0].recv_bytes() == b"hello"
+            got[0].close()
+    for caller in silent:
+        caller.close()
+    assert "a caller was turned away: silent for 0.5 s" in capsys.readouterr().err
+
+
+def test_a_server_whose_trainer_was_killed_before_it_called_ends(tmp_path):
+    with remote_server.listen(str(tmp_path / "line")) as listener:
+        thread, got = answer(listener, b"k" * 32, parent=os.getpid())  # which is not our parent
+        thread.join(timeout=20)
+        assert got == [None]
+
+
+def elsewhere(address: tuple[str, int], key_file: Path, **settings) -> RemoteEngine:
+    return RemoteEngine(address=f"{address[0]}:{address[1]}", key_file=str(key_file), **settings)
+
+
+@pytest.mark.parametrize(
+    ("banner", "why"),
+    [(b"", "silent for"), (b"SSH-2.0-OpenSSH_9.6\r\n", "bad message length"), (b"\0\0\0\1x", "protocol")],
+)
+def test_a_port_that_answers_and_is_no_engine_is_an_error_at_start_timeout(tmp_path, banner, why):
+    (tmp_path / "key").write_text("k" * 32)
+    lines = []
+
+    def greet(listener: socket.socket) -> None:
+        while True:
+            try:
+                lines.append(listener.accept()[0])
+                lines[-1].sendall(banner)
+            except OSError:  # it is closed
+                return
+
+    with remote_server.listen(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=greet, args=[listener], daemon=True).start()
+        address = listener.getsockname()
+        engine, begin = elsewhere(address, tmp_path / "key", start_timeout=0.7), time.monotonic()
+        with pytest.raises(EngineProcessError, match=rf"no engine server answers at 127.0.0.1:{address[1]} \(.*{why}"):
+            engine._launch()
+        assert 0.4 < time.monotonic() - begin < 5
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+def test_another_key_is_an_error_that_names_it_and_the_address(tmp_path):
+    (tmp_path / "key").write_text("k" * 32)
+    with remote_server.listen(("127.0.0.1", 0)) as listener:
+        thread, _ = answer(listener, b"x" * 32, parent=os.getppid())
+        address = listener.getsockname()
+        with pytest.raises(
+            EngineProcessError, match=rf"at 127.0.0.1:{address[1]} has another key than key_file='.*key'"
+        ):
+            elsewhere(address, tmp_path / "key")._launch()
+        call(address, b"x" * 32, 20.0).close()
+        thread.join(timeout=20)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--cores", "abc"], "argument --cores: 'abc' must name cores of"),
+        (["--cores", "0,"], "must name cores of"),
+        (["--cores", "4096"], "must name cores of"),
+        (["--threads", "0"], "must be a whole number, 1 or more"),
+        (["--device", "tpux"], "must be"),
+        (["--address", "here"], "must be HOST:PORT"),
+        ([], "cannot listen at 127.0.0.1:"),
+    ],
+)
+def test_a_server_that_cannot_start_says_so_in_one_line(tmp_path, capsys, monkeypatch, arguments, message):
+    monkeypatch.setattr(torch, "set_num_threads", lambda n: None)
+    (tmp_path / "key").write_text("k" * 32)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        try:
+            code = remote_server.main(["--address", address, "--key-file", str(tmp_path / "key"), *arguments])
+        except SystemExit as end:  # argparse
+            code = end.code
+    err = capsys.readouterr().err
+    assert code == 2 and message in err.splitlines()[-1] and "Traceback" not in err
+
+
+def test_a_childs_folder_goes_with_a_killed_trainer_and_no_other_does(tmp_path):
+    for name, left in ((f"{remote_link.FOLDER}x", False), ("home", True)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "line").touch()
+        remote_server.remove(tmp_path / name)
+        assert (tmp_path / name).exists() == left
 
 
 def test_keys_come_from_a_file_or_the_environment(tmp_path, monkeypatch):

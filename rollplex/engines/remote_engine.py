@@ -22,6 +22,7 @@ import torch.distributed as dist
 from rollplex.data.records import Request, Rollout
 from rollplex.engines.base import EngineContext, RolloutEngine, WindowState
 from rollplex.engines.remote_link import (
+    KEY_VARIABLE,
     Elsewhere,
     EngineProcess,
     EngineProcessError,
@@ -151,7 +152,8 @@ class RemoteEngine(RolloutEngine):
 
     def _launch(self) -> tuple[Place, Connection]:
         if self.address is not None:
-            place: Place = Elsewhere(_of_rank(self.address, "RANK", "address"), read_key(self.key_file))
+            source = f"key_file={self.key_file!r}" if self.key_file is not None else KEY_VARIABLE
+            place: Place = Elsewhere(_of_rank(self.address, "RANK", "address"), read_key(self.key_file), source)
         else:
             place = EngineProcess(device=self._device, cores=self.cores, threads=self.threads)
             self._leave_cores()

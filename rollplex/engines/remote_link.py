@@ -19,10 +19,12 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
-from multiprocessing.connection import Client, Connection, wait
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,8 @@ KEY_VARIABLE = "ROLLPLEX_ENGINE_KEY"
 SHORTEST_KEY = 16
 GRACE = 5.0
 """Seconds that an engine process may take to end by itself."""
+FOLDER = "rollplex-engine-"
+"""How the name of a child's folder begins."""
 
 
 class EngineProcessError(RuntimeError):
@@ -64,6 +68,68 @@ def parse_address(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
+@contextmanager
+def deadline(connection: Connection, limit: float) -> Iterator[None]:
+    """Shuts the line after `limit` seconds, so that whoever reads from it wakes. TimeoutError when it did.
+
+    A limit for the whole exchange: one for each read would let a peer that sends byte by byte go on for ever.
+    """
+    late = threading.Event()
+    with socket.socket(fileno=os.dup(connection.fileno())) as line:
+
+        def cut() -> None:
+            late.set()
+            with suppress(OSError):
+                line.shutdown(socket.SHUT_RDWR)
+
+        timer = threading.Timer(limit, cut)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        except Exception as error:
+            if late.is_set():
+                raise TimeoutError(f"silent for {limit:.3g} s") from error
+            raise
+        finally:
+            timer.cancel()
+            timer.join()
+    if late.is_set():
+        raise TimeoutError(f"silent for {limit:.3g} s")
+
+
+def prove(connection: Connection, key: bytes, limit: float, *, caller: bool) -> None:
+    """Each side shows the other that it knows the key; the line is closed where one does not.
+
+    Raises AuthenticationError for another key, TimeoutError after `limit` seconds, OSError for a peer that is gone or
+    speaks something else.
+    """
+    steps = (answer_challenge, deliver_challenge)
+    try:
+        with deadline(connection, limit):
+            for step in steps if caller else reversed(steps):
+                step(connection, key)
+    except BaseException as error:
+        connection.close()
+        if isinstance(error, EOFError):
+            raise ConnectionError("it closed the line") from error
+        if isinstance(error, AssertionError):  # of a first message that is no challenge
+            raise ConnectionError("it speaks another protocol") from error
+        raise
+
+
+def call(address: str | tuple[str, int], key: bytes, limit: float) -> Connection:
+    """A line to who listens at a Unix socket or (host, port), both sides proved. Raises as `prove`."""
+    end = time.monotonic() + max(limit, 0.1)
+    with socket.socket(socket.AF_UNIX if isinstance(address, str) else socket.AF_INET) as line:
+        line.settimeout(max(limit, 0.1))
+        line.connect(address)
+        line.setblocking(True)
+        connection = Connection(line.detach())
+    prove(connection, key, max(end - time.monotonic(), 0.1), caller=True)
+    return connection
+
+
 def keep_alive(connection: Connection) -> None:
     """Have the system notice a peer whose machine is gone, within a minute or so."""
     with socket.socket(fileno=os.dup(connection.fileno())) as line:
@@ -86,11 +152,12 @@ class EngineProcess:
     """A process on this machine that runs the engine server, a child of this one."""
 
     def __init__(self, *, device: str, cores: Sequence[int] | None, threads: int | None) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="rollplex-engine-")  # 0700
+        self._folder = tempfile.TemporaryDirectory(prefix=FOLDER)  # 0700
         self.address = str(Path(self._folder.name) / "line")
         self._stores = itertools.count()
         self.key = secrets.token_bytes(32)
         command = [sys.executable, "-m", "rollplex.engines.remote_server", "--child", self.address]
+        command += ["--parent", str(os.getpid())]
         command += ["--device", device.partition(":")[0]]
         command += ["--threads", str(threads)] if threads else []
         command += ["--cores", ",".join(map(str, cores))] if cores else []
@@ -111,8 +178,8 @@ class EngineProcess:
         end = time.monotonic() + limit
         while True:
             try:
-                return Client(self.address, "AF_UNIX", authkey=self.key)
-            except OSError:  # it does not listen yet
+                return call(self.address, self.key, end - time.monotonic())
+            except OSError:  # it does not listen yet, or does not answer
                 self._check_alive("while it started")
             if time.monotonic() > end:
                 raise EngineProcessError(f"the engine process did not come up within {limit:g} s: raise start_timeout")
@@ -160,17 +227,23 @@ def _environment(device: str) -> dict[str, str]:
 class Elsewhere:
     """An engine server that somebody else started, at an address."""
 
-    def __init__(self, address: str, key: bytes) -> None:
+    def __init__(self, address: str, key: bytes, source: str) -> None:
+        """source: where the key comes from, for an error."""
         self.host, self.port = parse_address(address)
-        self.key = key
+        self.key, self.source = key, source
 
     def connect(self, limit: float) -> Connection:
         end = time.monotonic() + limit
         while True:
             try:
-                connection = Client((self.host, self.port), "AF_INET", authkey=self.key)
+                connection = call((self.host, self.port), self.key, end - time.monotonic())
+            except AuthenticationError as error:
+                raise EngineProcessError(
+                    f"the engine server at {self.host}:{self.port} has another key than {self.source} gives: start it "
+                    "with the same one (--key-file, or the environment variable)"
+                ) from error
             except OSError as error:
-                if time.monotonic() > end:
+                if time.monotonic() + 0.2 > end:  # the next try would have no time to say why
                     raise EngineProcessError(
                         f"no engine server answers at {self.host}:{self.port} ({error}): start `python -m "
                         f"rollplex.engines.remote_server --address {self.host}:{self.port}` there"
