@@ -56,7 +56,7 @@ class Charts(ChoiceTask):
                 asked for.
             colours: of red, green, blue, yellow, purple, black; each bar has a random one.
             labels: write a letter under each bar.
-        grid_lines: one for each unit of height. Not to be left out with `ask: height`.
+            grid_lines: one for each unit of height. Not to be left out with `ask: height`.
             image_size: side of the picture in pixels.
             background: white, grey or black; grey is what a model sees least of.
             train_size: training rows.
