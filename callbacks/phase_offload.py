@@ -6,7 +6,7 @@ import warnings
 from typing import Any, Literal
 
 from rollplex.callbacks.group_streaming import GroupStreaming
-from rollplex.checks import check_whole
+from rollplex.checks import check_offload
 from rollplex.engines.base import RolloutEngine
 from rollplex.phases import Phase, PhaseCallback
 from rollplex.residency import ACTIVATIONS, KV_POOL, LIFETIMES, MASTERS, MOMENTS, REFERENCE, SUFFIX
@@ -44,13 +44,7 @@ class PhaseOffload(PhaseCallback):
         update_chunk_bytes: int | None = None,
         pin: bool = True,
     ) -> None:
-        if offload != "auto":
-            if not isinstance(offload, list | tuple) or not all(isinstance(name, str) for name in offload):
-                raise ValueError(f"PhaseOffload: offload={offload!r} must be auto or a list of states")
-            unknown = [name for name in offload if name not in LIFETIMES]
-            if unknown:
-                raise ValueError(f"PhaseOffload: offload names {unknown}; there are {', '.join(LIFETIMES)}")
-        check_whole("PhaseOffload: update_chunk_bytes", update_chunk_bytes, null="all at once")
+        check_offload(offload, update_chunk_bytes, pin)
         self.offload = offload
         self.update_chunk_bytes = update_chunk_bytes
         self.pin = pin

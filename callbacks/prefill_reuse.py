@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+from rollplex.checks import check_takes_prefix
 from rollplex.phases import PhaseCallback
 
 
@@ -20,11 +21,7 @@ class PrefillReuse(PhaseCallback):
         if stage != "fit":
             return
         engine = pl_module.colocation.engine
-        if not engine.takes_prefix:
-            raise ValueError(
-                f"callbacks: PrefillReuse cannot work with engine={type(engine).__name__}, which keeps a K/V cache of "
-                "its own; take the callback out of the list, or use rollplex.engines.torch_engine.TorchEngine"
-            )
+        check_takes_prefix(type(engine).__name__, engine.takes_prefix)
         if not pl_module.hparams["share_prefix"]:
             warnings.warn("PrefillReuse has no effect with share_prefix=false: there is no pass to reuse", stacklevel=2)
         pl_module.colocation.executor.reuse_prefill = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from rollplex.checks import check_shared_weights
 from rollplex.engines import VLLMEngine
 from rollplex.engines.vllm_sharing import SharedWeights as Sharing
 from rollplex.engines.vllm_split import SplitWeights
@@ -19,11 +20,7 @@ class SharedWeights(PhaseCallback):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         engine = pl_module.colocation.engine
-        if not isinstance(engine, VLLMEngine):
-            raise ValueError(
-                f"SharedWeights is for VLLMEngine, but the engine is a {type(engine).__name__}: take the callback out "
-                "(TorchEngine decodes on the trainer's tensors anyway)"
-            )
+        check_shared_weights(type(engine).__name__, isinstance(engine, VLLMEngine))
         # Until the engine is closed; the strategy starts it after it has placed the model.
         split = engine.tensor_parallel_size > 1 or getattr(trainer.strategy, "train_tp", 1) > 1
         engine.bind(SplitWeights() if split else Sharing())

@@ -11,6 +11,7 @@ from rollplex.grpo.advantages import ScaleRewards
 from rollplex.grpo.importance import ImportanceMode
 from rollplex.models.lora_settings import check_lora
 from rollplex.models.split_model import Part
+from rollplex.residency import LIFETIMES
 
 
 def check_whole(name: str, value: Any, *, null: str | None = None) -> None:
@@ -200,3 +201,89 @@ def check_resume(saved: Mapping[str, Any], module: Any) -> None:
             f"{', '.join(changed)}: the optimizer in the checkpoint keeps its own, so the change would be ignored. Set "
             "the old values, or export the checkpoint and start a new run from that folder"
         )
+
+
+# ---- strategy, engine and callbacks ----
+
+
+def check_stage(stage: Any) -> None:
+    if isinstance(stage, bool) or stage not in (1, 2, 3):
+        raise ValueError(f"stage={stage!r} must be 1, 2 or 3; without sharding, set strategy rollplex_ddp")
+
+
+def check_lora_strategy(lora: Any, strategy: str) -> None:
+    """Of DeepSpeed's strategies."""
+    if lora is not None:
+        raise ValueError(
+            f"lora with strategy={strategy} is not supported: adapters have few states to shard, and the "
+            "reference is the policy's own frozen weights; use rollplex_ddp"
+        )
+
+
+def check_shared_weights(engine: str, is_vllm: bool) -> None:
+    """engine: its class's name."""
+    if not is_vllm:
+        raise ValueError(
+            f"SharedWeights is for VLLMEngine, but the engine is a {engine}: take the callback out "
+            "(TorchEngine decodes on the trainer's tensors anyway)"
+        )
+
+
+def check_takes_prefix(engine: str, takes_prefix: bool) -> None:
+    """Of PrefillReuse. engine: its class's name."""
+    if not takes_prefix:
+        raise ValueError(
+            f"callbacks: PrefillReuse cannot work with engine={engine}, which keeps a K/V cache of "
+            "its own; take the callback out of the list, or use rollplex.engines.torch_engine.TorchEngine"
+        )
+
+
+def check_remote(engine: str, takes_vision: bool, degree: int) -> None:
+    """Of the engine inside a RemoteEngine."""
+    if engine == "RemoteEngine":
+        raise ValueError("RemoteEngine(engine=RemoteEngine) is one process too many: name the engine itself")
+    if takes_vision:
+        raise ValueError(
+            f"vision=shared of {engine} inside a RemoteEngine: features are not sent to another process; set engine"
+        )
+    if degree > 1:
+        raise ValueError(
+            f"tensor_parallel_size={degree} of {engine} inside a RemoteEngine, which is one process: set it to 1, "
+            "with a RemoteEngine for each rank"
+        )
+
+
+def check_vision(shared: bool, sharded: bool) -> None:
+    """sharded: parameters or engines are of several ranks."""
+    if not (shared and sharded):
+        return
+    raise ValueError(
+        "the engine's vision=shared runs the trainer's tower before the decode, and with parameters sharded over "
+        "several ranks (ZeRO-3, train_tp) or an engine of several ranks each would have to wait for all; set "
+        "vision=engine, or use ZeRO-2 with train_tp 1 and tensor_parallel_size 1"
+    )
+
+
+def check_engine_degree(degree: int) -> None:
+    """Of a strategy that knows of no engine of several ranks."""
+    if degree > 1:
+        raise ValueError(
+            f"tensor_parallel_size={degree} of the engine needs a strategy over several devices that knows of such "
+            "engines, which this one is not; set strategy rollplex_zero1 or rollplex_zero2, or the degree to 1"
+        )
+
+
+def check_offload(offload: Any, update_chunk_bytes: Any, pin: Any) -> None:
+    """Of PhaseOffload; which of the states can leave the device depends on the run."""
+    if offload != "auto":
+        if not isinstance(offload, list | tuple) or not all(isinstance(name, str) for name in offload):
+            raise ValueError(f"PhaseOffload: offload={offload!r} must be auto or a list of states")
+        unknown = [name for name in offload if name not in LIFETIMES]
+        if unknown:
+            raise ValueError(f"PhaseOffload: offload names {unknown}; there are {', '.join(LIFETIMES)}")
+        twice = sorted({name for name in offload if offload.count(name) > 1})
+        if twice:
+            raise ValueError(f"PhaseOffload: offload names {', '.join(twice)} twice; name each state once")
+    if not isinstance(pin, bool):
+        raise ValueError(f"PhaseOffload: pin={pin!r} must be true or false")
+    check_whole("PhaseOffload: update_chunk_bytes", update_chunk_bytes, null="all at once")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rollplex.admission import Admission
+from rollplex.checks import check_engine_degree
 from rollplex.cores import LaneThreads
 from rollplex.data.records import Request, Rollout
 from rollplex.engines.base import EngineContext, RolloutEngine
@@ -85,12 +86,8 @@ def check_trainer(trainer: Any, precision: str, colocation: Colocation, *, split
             f"trainer.precision={precision} is not supported: trainer and engine would no longer "
             "agree; leave precision at 32-true and set the model's dtype (float32 or bfloat16)"
         )
-    degree = getattr(colocation.engine, "tensor_parallel_size", 1)
-    if degree > 1 and not split_engine:
-        raise ValueError(
-            f"tensor_parallel_size={degree} of the engine needs a strategy over several devices that knows of such "
-            "engines, which this one is not; set strategy rollplex_zero1 or rollplex_zero2, or the degree to 1"
-        )
+    if not split_engine:
+        check_engine_degree(getattr(colocation.engine, "tensor_parallel_size", 1))
     if trainer.overfit_batches:
         raise ValueError(
             f"trainer.overfit_batches={trainer.overfit_batches} has no effect: rows follow the rollout's number. "

@@ -17,6 +17,7 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, Strateg
 from torch import nn
 
 from rollplex import deepspeed_checkpoints as checkpoints
+from rollplex.checks import check_lora_strategy, check_stage
 from rollplex.colocation import LastWords, check_module, check_same, check_trainer, make_colocation
 from rollplex.deepspeed_gradients import ShardedGradients
 from rollplex.deepspeed_offload import StateOffload, WithStateOffload
@@ -126,8 +127,7 @@ class RollplexDeepSpeedStrategy(WithTensorParallel, WithStateOffload, LastWords,
         self._linear = torch.nn.functional.linear
 
     def _check_settings(self, zero: dict[str, Any], bucket_bytes: int, timeout: float) -> None:
-        if self.stage not in (1, 2, 3):
-            raise ValueError(f"stage={self.stage!r} must be 1, 2 or 3; without sharding, set strategy rollplex_ddp")
+        check_stage(self.stage)
         if zero.get("stage", self.stage) != self.stage or zero.get("offload_param"):
             raise ValueError(
                 f"zero_optimization={zero}: the stage is set by `stage` ({self.stage}), and parameters cannot be "
@@ -160,11 +160,7 @@ class RollplexDeepSpeedStrategy(WithTensorParallel, WithStateOffload, LastWords,
         check_trainer(trainer, self.precision_plugin.precision, self.colocation, split_engine=True)
         module: Any = self.lightning_module
         check_module(module, self.strategy_name)
-        if module.hparams["lora"] is not None:
-            raise ValueError(
-                f"lora with strategy={self.strategy_name} is not supported: adapters have few states to shard, and the "
-                "reference is the policy's own frozen weights; use rollplex_ddp"
-            )
+        check_lora_strategy(module.hparams["lora"], self.strategy_name)
         self.precision_plugin = _Precision("32-true")
         everyone = self._connect(module)
         check_same(module, trainer.datamodule, everyone)

@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 
 from rollplex.bundles import Bundle
+from rollplex.checks import check_vision
 from rollplex.data.records import Prompt
 from rollplex.engines.base import RolloutEngine
 from rollplex.models.split_model import SplitModel
@@ -32,12 +33,7 @@ def vision_settings(
 
     sharded: the actor's parameters are sharded over ranks, whose module calls are collectives.
     """
-    if engine.takes_vision and sharded:
-        raise ValueError(
-            "the engine's vision=shared runs the trainer's tower before the decode, and with parameters sharded over "
-            "several ranks (ZeRO-3, train_tp) or an engine of several ranks each would have to wait for all; set "
-            "vision=engine, or use ZeRO-2 with train_tp 1 and tensor_parallel_size 1"
-        )
+    check_vision(engine.takes_vision, sharded)
     if engine.takes_vision and not share_prefix:
         warnings.warn(
             "the engine's vision=shared has no effect on the trainer with share_prefix=false, which runs the vision "

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rollplex.checks import check_remote
 from rollplex.data.records import Request, Rollout
 from rollplex.engines.base import EngineContext, RolloutEngine, WindowState
 from rollplex.engines.remote_link import (
@@ -99,19 +100,8 @@ class RemoteEngine(RolloutEngine):
         return self._place.process.pid if isinstance(self._place, EngineProcess) else None
 
     def _check(self) -> None:
-        inner = type(self.engine).__name__
-        if isinstance(self.engine, RemoteEngine):
-            raise ValueError("RemoteEngine(engine=RemoteEngine) is one process too many: name the engine itself")
-        if self.engine.takes_vision:
-            raise ValueError(
-                f"vision=shared of {inner} inside a RemoteEngine: features are not sent to another process; set engine"
-            )
-        degree = getattr(self.engine, "tensor_parallel_size", 1)
-        if degree > 1:
-            raise ValueError(
-                f"tensor_parallel_size={degree} of {inner} inside a RemoteEngine, which is one process: set it to 1, "
-                "with a RemoteEngine for each rank"
-            )
+        inner = "RemoteEngine" if isinstance(self.engine, RemoteEngine) else type(self.engine).__name__
+        check_remote(inner, self.engine.takes_vision, getattr(self.engine, "tensor_parallel_size", 1))
         for name in ("bucket_bytes", "start_timeout", "timeout", "threads"):
             value = getattr(self, name)
             if value is not None and not value > 0:

@@ -19,9 +19,11 @@ from rich.console import Console
 
 from rollplex.planner import configs, show
 from rollplex.planner.calibrate import Calibration, calibrate
+from rollplex.planner.clashes import check_clashes
 from rollplex.planner.hardware import gpu_of
 from rollplex.planner.memory import GIB, MemorySettings
 from rollplex.planner.models import model_shape
+from rollplex.planner.names import check_names
 from rollplex.planner.plan import Plan, make_plan
 from rollplex.planner.ranges import FLAGS
 from rollplex.planner.run_memory import RunSettings
@@ -73,6 +75,7 @@ def parser() -> argparse.ArgumentParser:
 
 def plan_of(options: argparse.Namespace, calibration: Calibration | None = None) -> Plan:
     content = configs.read_config(options.config) if options.config else {}
+    check_names(content)
     flags = {name: value for name, value in vars(options).items() if value is not None}
     for name in FLAGS.keys() & flags.keys():
         flags[name] = FLAGS[name].take("--" + name.replace("_", "-"), flags[name])
@@ -83,6 +86,8 @@ def plan_of(options: argparse.Namespace, calibration: Calibration | None = None)
     if content and "gpus" not in chosen:
         chosen["gpus"] = configs.gpus_of_config(content)
     place = Placement(*(chosen.get(name, 1) for name in ("gpus", "train_tp", "rollout_tp")))
+    if content:
+        check_clashes(content, place.gpus, place.train_tp, place.rollout_tp)
     work = Workload(**{name: chosen[name] for name in (*WORK_FLAGS, *FROM_CONFIG) if name in chosen})
     shape, gpu = model_shape(chosen["model"]), gpu_of(options.gpu, options.gpus_file)
     if content and {"prompts", "prompt_tokens"} <= chosen.keys():

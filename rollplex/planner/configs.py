@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from rollplex.checks import check_freeze
+from rollplex.checks import check_freeze, check_offload
 from rollplex.planner.adapters import adapter_sizes
-from rollplex.planner.ranges import COUNT, DATA, ENGINE, MODEL, OFFLOAD, STRATEGY, ZERO, checked
+from rollplex.planner.ranges import COUNT, DATA, ENGINE, MODEL, STRATEGY, ZERO, checked
 from rollplex.planner.reading import read_yaml
 from rollplex.planner.run_memory import MOVED_BY_DEEPSPEED, OFFLOADABLE, RunSettings
 from rollplex.residency import ACTIVATIONS, KV_POOL
@@ -160,6 +160,8 @@ def workload_of(content: Mapping[str, Any]) -> dict[str, Any]:
     }
     if engine.get("kv_cache_memory_bytes"):
         found["kv_pool_gib"] = engine["kv_cache_memory_bytes"] / 1024**3
+    if class_of(strategy_of(content).get("engine")) == "RemoteEngine":
+        found["kv_pool_gib"] = 0.0  # it lies on another device
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -204,22 +206,8 @@ def settings_of(content: Mapping[str, Any], given: Mapping[str, Any]) -> RunSett
     found["shared_weights"] = "SharedWeights" in callbacks
     found["workspace_gib"] = 0.0 if on_cpu else GPU_WORKSPACE
     if "PhaseOffload" in callbacks:
-        found |= _offload(checked(callbacks["PhaseOffload"], OFFLOAD), found)
-    settings = RunSettings(**(found | {k: v for k, v in given.items() if k in known}))
-    _check_sharded(settings)
-    return settings
-
-
-def _check_sharded(s: RunSettings) -> None:
-    """What the run refuses under DeepSpeed, and where parameters are sharded over several ranks."""
-    if s.zero and s.lora_params:
-        raise ValueError("lora does not go with DeepSpeed's strategies: use rollplex or rollplex_ddp")
-    if s.zero != 3 or s.ranks == 1:
-        return
-    if s.reuse:
-        raise ValueError("callbacks: PrefillReuse does not go with ZeRO-3 on several ranks: take it out, or use ZeRO-2")
-    if s.shared_vision:
-        raise ValueError("vision=shared does not go with ZeRO-3 on several ranks: set vision=engine, or use ZeRO-2")
+        found |= _offload(callbacks["PhaseOffload"], found)
+    return RunSettings(**(found | {k: v for k, v in given.items() if k in known}))
 
 
 def _engine(trainer: Mapping[str, Any], settings: Mapping[str, Any], *, on_cpu: bool) -> dict[str, Any]:
@@ -240,8 +228,7 @@ def _engine(trainer: Mapping[str, Any], settings: Mapping[str, Any], *, on_cpu: 
 def _offload(settings: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
     """As PhaseOffload decides."""
     chosen = settings.get("offload", "auto")
-    if chosen != "auto" and not isinstance(chosen, list):
-        raise ValueError(f"PhaseOffload: offload={chosen!r} must be auto or a list of states")
+    check_offload(chosen, settings.get("update_chunk_bytes"), settings.get("pin", True))
     names = OFFLOADABLE if chosen == "auto" else tuple(chosen)
     unknown = [name for name in names if name not in OFFLOADABLE]
     if unknown:
@@ -259,6 +246,10 @@ def _offload(settings: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str,
                 "FusedAdam only; take them out, or set stage 1 or 2"
             )
         names = tuple(name for name in names if name not in MOVED_BY_DEEPSPEED)
+    if chosen != "auto" and KV_POOL in names and found["engine"] == "remote":
+        raise ValueError(
+            "PhaseOffload: 'kv_pool' cannot leave the device: RemoteEngine has no pool that it can give back"
+        )
     if chosen == "auto" and found["engine"] == "vllm" and not found["releases_kv"]:
         names = tuple(name for name in names if name != KV_POOL)
     return {

@@ -64,12 +64,11 @@ MODEL: dict[str, Range] = {
     "num_iterations": COUNT, "prompts_per_pass": COUNT, "responses_per_pass": COUNT, "beta": AMOUNT,
 }  # fmt: skip
 DATA: dict[str, Range] = {"batch_size": FLAGS["prompts"], "max_prompt_length": LARGE}
-STRATEGY: dict[str, Range] = {"stage": Range(whole=True, most=3), "prefix_budget_bytes": COUNT, "train_tp": COUNT}
+STRATEGY: dict[str, Range] = {"prefix_budget_bytes": COUNT, "train_tp": COUNT}
 ENGINE: dict[str, Range] = {
     "tensor_parallel_size": COUNT, "kv_cache_memory_bytes": COUNT, "max_num_seqs": COUNT,
     "gpu_memory_utilization": Range(most=1.0, above=True),
 }  # fmt: skip
-OFFLOAD: dict[str, Range] = {"update_chunk_bytes": COUNT}
 ZERO: dict[str, Range] = {
     "reduce_bucket_size": COUNT, "stage3_param_persistence_threshold": Range(whole=True)
 }  # fmt: skip

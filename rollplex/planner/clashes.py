@@ -1,0 +1,96 @@
+"""What a run refuses of settings that clash, said by its plan: the run's own checks, on what the config says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rollplex.checks import (
+    check_batches,
+    check_engine_degree,
+    check_lora_strategy,
+    check_remote,
+    check_shared_weights,
+    check_stage,
+    check_takes_prefix,
+    check_vision,
+)
+from rollplex.planner.configs import (
+    callbacks_of,
+    data_of,
+    engine_of,
+    model_of,
+    sharding_of,
+    strategy_of,
+)
+from rollplex.planner.names import class_at
+from rollplex.tensor_parallel import check_degrees
+from rollplex.topology import Topology
+
+TORCH_ENGINE = "rollplex.engines.TorchEngine"
+"""Of a strategy, and of a RemoteEngine, that names none."""
+REUSE_WITH_SHARDS = (
+    "callbacks: PrefillReuse does not go with parameters sharded over several ranks (ZeRO-3, train_tp) or an engine of "
+    "several ranks: take it out, or use ZeRO-2 with train_tp 1"
+)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """As far as checks ask one."""
+
+    name: str
+    kind: type
+    takes_vision: bool
+    tensor_parallel_size: int
+
+    @classmethod
+    def of(cls, entry: Any) -> Engine:
+        path = entry.get("class_path", TORCH_ENGINE) if isinstance(entry, Mapping) else entry or TORCH_ENGINE
+        settings = engine_of({"trainer": {"strategy": {"init_args": {"engine": entry}}}})
+        kind = class_at("engine", str(path))
+        degree = settings.get("tensor_parallel_size", 1)
+        return cls(kind.__name__, kind, settings.get("vision") == "shared", degree)
+
+    def like(self, name: str) -> bool:
+        """Whether it is, or inherits from, an engine of this name."""
+        return any(parent.__name__ == name for parent in self.kind.__mro__)
+
+
+@dataclass(frozen=True)
+class Data:
+    """As far as `check_batches` asks a data module of ours."""
+
+    batch_size: int | None
+    further_prompts: bool = True
+
+
+def check_clashes(content: Mapping[str, Any], gpus: int, train_tp: int, rollout_tp: int) -> None:
+    """ValueError for what the run would refuse. The degrees are the config's, or those of flags."""
+    sharding, strategy, model = sharding_of(content), strategy_of(content), model_of(content)
+    entry, callbacks = strategy.get("engine"), callbacks_of(content)
+    engine = Engine.of(entry)
+    if engine.like("RemoteEngine"):
+        settings = entry.get("init_args") if isinstance(entry, Mapping) else None
+        inner = Engine.of((settings or {}).get("engine"))
+        check_remote(
+            "RemoteEngine" if inner.like("RemoteEngine") else inner.name, inner.takes_vision, inner.tensor_parallel_size
+        )
+    if sharding.kind == "zero":
+        check_stage(sharding.stage)
+        check_degrees(sharding.stage, train_tp, Engine(engine.name, engine.kind, engine.takes_vision, rollout_tp))
+        Topology(gpus, train_tp, rollout_tp)
+        check_lora_strategy(model.get("lora"), "rollplex_zero")
+    elif sharding.kind in ("plain", "ddp"):
+        check_engine_degree(engine.tensor_parallel_size)
+    if "SharedWeights" in callbacks:
+        check_shared_weights(engine.name, engine.like("VLLMEngine"))
+    sharded = sharding.kind == "zero" and ((sharding.stage == 3 and gpus > 1) or max(train_tp, rollout_tp) > 1)
+    if "PrefillReuse" in callbacks:
+        if sharded:
+            raise ValueError(REUSE_WITH_SHARDS)
+        check_takes_prefix(engine.name, bool(getattr(engine.kind, "takes_prefix", False)))
+    check_vision(engine.takes_vision, sharded)
+    found = {"dynamic_sample": False, "num_mini_batches": 1} | model
+    check_batches(found, Data(data_of(content).get("batch_size")), gpus)

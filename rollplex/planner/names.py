@@ -1,0 +1,123 @@
+"""Names in a config that a plan would otherwise pass over: classes that there are not, and settings that they lack.
+
+Classes are imported, never built: a constructor may read files.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+SEARCHED = (
+    "rollplex", "rollplex.engines", "rollplex.callbacks", "lightning.pytorch.callbacks", "lightning.pytorch.loggers",
+    "lightning.pytorch.strategies",
+)  # fmt: skip
+"""Where a class_path without dots is looked for, as a run finds subclasses by their name."""
+ENTRY = {"class_path", "init_args", "dict_kwargs"}
+STRATEGIES = ("auto", "rollplex", "rollplex_ddp", "rollplex_zero1", "rollplex_zero2", "rollplex_zero3")
+"""Besides Lightning's."""
+
+
+def check_names(content: Mapping[str, Any]) -> None:
+    """ValueError for a class or a setting of the config's sections that does not exist."""
+    trainer = dict(content.get("trainer") or {})
+    _check_trainer(trainer)
+    strategy = trainer.get("strategy")
+    if isinstance(strategy, str) and "." not in strategy:
+        _check_strategy(strategy)
+    elif strategy is not None:
+        _check_entry("trainer.strategy", strategy)
+    engine = ((strategy.get("init_args") or {}) if isinstance(strategy, Mapping) else {}).get("engine")
+    if engine is not None:
+        _check_entry("engine", engine)
+    callbacks = trainer.get("callbacks") or []
+    for callback in callbacks if isinstance(callbacks, list) else [callbacks]:
+        _check_entry("trainer.callbacks", callback)
+    for section in ("model", "data"):
+        if content.get(section) is not None:
+            _check_entry(section, content[section])
+
+
+def class_at(where: str, path: str) -> type:
+    """The class of a class_path; ValueError where there is none, or where it cannot be imported."""
+    module, _, name = path.rpartition(".")
+    for folder in (module,) if module else SEARCHED:
+        try:
+            found = getattr(import_module(folder), name, None)
+        except Exception as error:  # a user's module may raise anything
+            raise ValueError(f"{where}: {path} cannot be imported ({type(error).__name__}: {error})") from error
+        if isinstance(found, type):
+            return found
+    raise ValueError(f"{where}: there is no class {path}; write its class_path as module.Class")
+
+
+def _check_trainer(trainer: Mapping[str, Any]) -> None:
+    from lightning.pytorch import Trainer
+
+    unknown = [str(name) for name in trainer if name not in inspect.signature(Trainer.__init__).parameters]
+    if unknown:
+        raise ValueError(f"trainer has no setting {', '.join(unknown)}; take it out, or correct its name")
+
+
+def _check_strategy(name: str) -> None:
+    from lightning.pytorch.strategies import StrategyRegistry
+
+    if name not in STRATEGIES and name not in StrategyRegistry:
+        try:
+            class_at("trainer.strategy", name)
+        except ValueError:
+            raise ValueError(f"trainer.strategy={name!r} is unknown; set one of {', '.join(STRATEGIES[1:])}") from None
+
+
+def _check_entry(where: str, entry: Any) -> None:
+    """A class_path with its init_args, and those inside them."""
+    path = entry.get("class_path") if isinstance(entry, Mapping) else entry
+    if not isinstance(path, str) or not path:
+        raise ValueError(f"{where}={entry!r} must be a class_path, or a mapping of class_path and init_args")
+    if not isinstance(entry, Mapping):
+        class_at(where, path)
+        return
+    unknown = [str(name) for name in entry if name not in ENTRY]
+    if unknown:
+        raise ValueError(f"{where}: {', '.join(unknown)} beside class_path; settings of {path} go into init_args")
+    found = class_at(where, path)
+    arguments = entry.get("init_args") or {}
+    if not isinstance(arguments, Mapping):
+        raise ValueError(f"init_args={arguments!r} of {found.__name__} must be a mapping")
+    known = settings_of_class(found)
+    unknown = [str(name) for name in arguments if known is not None and name not in known]
+    if unknown:
+        there = ", ".join(known or ())
+        raise ValueError(f"{where}: {found.__name__} has no setting {', '.join(unknown)}; there are {there}")
+    _check_inside(where, arguments)
+
+
+def _check_inside(where: str, value: Any) -> None:
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            if isinstance(inner, Mapping) and "class_path" in inner:
+                _check_entry(f"{where}.{name}", inner)
+            else:
+                _check_inside(f"{where}.{name}", inner)
+    elif isinstance(value, list):
+        for inner in value:
+            if isinstance(inner, Mapping) and "class_path" in inner:
+                _check_entry(where, inner)
+
+
+def settings_of_class(kind: type) -> list[str] | None:
+    """Names that the constructor takes, those that it hands on to its parents' too; None where it takes any."""
+    names: list[str] = []
+    for parent in kind.__mro__:
+        if "__init__" not in vars(parent):
+            continue
+        parameters = list(inspect.signature(vars(parent)["__init__"]).parameters.values())[1:]
+        if parent is object:
+            break
+        named = (p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL))
+        names += [p.name for p in named if p.name not in names]
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            return names
+    return None if names else []
