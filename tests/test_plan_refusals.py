@@ -36,10 +36,8 @@ VLLM, TORCH = "rollplex.engines.VLLMEngine", "rollplex.engines.TorchEngine"
         ({"train_tp": 2}, (TORCH, {"vision": "shared"}), [], {}, "vision=shared runs the trainer's tower"),
         ({"train_tp": 2}, (TORCH, {}), ["PrefillReuse"], {}, "PrefillReuse does not go with parameters sharded"),
         ({"train_tp": 2}, (VLLM, {}), [], {"lora": {"r": 2}}, "lora with strategy=rollplex_zero is not supported"),
-        ({"train_tp": 4}, (VLLM, {}), [], {}, "train_tp=4 .* need a multiple of 4 processes, but 2"),
         ({}, (TORCH, {}), ["SharedWeights"], {}, "SharedWeights is for VLLMEngine, but the engine is a TorchEngine"),
         ({}, (VLLM, {}), ["PrefillReuse"], {}, "PrefillReuse cannot work with engine=VLLMEngine"),
-        (None, (VLLM, {"tensor_parallel_size": 2}), [], {}, "tensor_parallel_size=2 of the engine needs a strategy"),
     ],
 )  # fmt: skip
 def test_what_the_run_refuses_the_plan_refuses(capsys, tmp_path, strategy, engine, callbacks, model, message):
