@@ -19,6 +19,7 @@ import rollplex.ddp_strategy
 import rollplex.deepspeed_strategy
 import rollplex.strategy  # noqa: F401  (they register their names)
 from rollplex.data.datamodule import VLMDataModule
+from rollplex.engines.remote_link import EngineProcessError
 from rollplex.export import main as export_main
 from rollplex.module import GRPOModule
 from rollplex.planner.command import main as plan_main
@@ -121,11 +122,39 @@ TRACEBACK = "ROLLPLEX_TRACEBACK"
 STEPS = {"training_step", "validation_step", "test_step", "predict_step"}
 
 
-def of_settings(error: ValueError) -> bool:
-    """Whether one of our own checks refused a setting before any work, so that its message is all there is to say."""
+def _package(error: BaseException) -> tuple[str, dict[str, Any]]:
+    """The package that raised it, and the variables there."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    ours = str(frames[-1].f_globals.get("__name__")).partition(".")[0] == "rollplex"
-    return ours and not any(frame.f_code.co_name in STEPS for frame in frames)
+    if not frames:
+        return "", {}
+    return str(frames[-1].f_globals.get("__name__")).partition(".")[0], frames[-1].f_locals
+
+
+def _unwrapped(error: BaseException | None) -> BaseException | None:
+    """Our own error inside the parser's: it wraps what a constructor raises, once for each class around it.
+
+    Of the types that a setting may have, it chains the error of the first one only, and that need not be ours.
+    """
+    if error is None:
+        return None
+    package, variables = _package(error)
+    if package == "rollplex":
+        return error
+    if package != "jsonargparse":
+        return None
+    wrapped = [error.__cause__, error.__context__, *variables.get("exceptions", [])]
+    return next((found for inner in wrapped if (found := _unwrapped(inner)) is not None), None)
+
+
+def of_settings(error: BaseException) -> BaseException | None:
+    """What one of our own checks said of a setting before any work, so that its message is all there is to say.
+
+    An engine process that does not come up while the strategy is set up counts too. None for any other error.
+    """
+    ours = _unwrapped(error)
+    names = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
+    early = "setup" in names if isinstance(ours, EngineProcessError) else isinstance(ours, ValueError)
+    return ours if early and not names & STEPS else None
 
 
 def main(args: list[str] | None = None) -> None:
@@ -143,9 +172,10 @@ def main(args: list[str] | None = None) -> None:
         return
     try:
         RollplexCLI(args=args)
-    except ValueError as error:
-        if args is not None or os.environ.get(TRACEBACK) or not of_settings(error):
+    except (ValueError, EngineProcessError) as error:
+        ours = of_settings(error)
+        if args is not None or os.environ.get(TRACEBACK) or ours is None:
             raise
-        lines = [str(error), *getattr(error, "__notes__", []), f"({TRACEBACK}=1 shows where)"]
+        lines = [str(ours), *getattr(ours, "__notes__", []), f"({TRACEBACK}=1 shows where)"]
         print("error: " + "\n".join(lines), file=sys.stderr)
         raise SystemExit(2) from None

@@ -152,3 +152,32 @@ def test_a_wrong_setting_is_one_line_and_any_other_error_keeps_its_traceback(mon
     monkeypatch.setattr(sys, "argv", ["rollplex", *fit])
     with pytest.raises(ValueError, match="invalid literal"):
         main()
+
+
+REMOTE = "{class_path: rollplex.engines.RemoteEngine, init_args: {%s}}"
+NOBODY = "address: '127.0.0.1:1', key_file: key, start_timeout: 0.1"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (["--model.dynamic_sample", "true", "--model.num_mini_batches", "2"], "dynamic_sample with num_mini_batches=2"),
+        (["--model.lora", "{r: 0}"], "lora: r=0 must be a whole number"),
+        (["--data.task.image_size", "2"], "image_size=2 must be at least 8"),
+        (["--trainer.strategy.engine", REMOTE % "timeout: -1"], "timeout=-1"),
+        (["--trainer.callbacks", "[]", "--trainer.strategy.engine", REMOTE % NOBODY], "no engine server answers at 127.0.0.1:1"),
+    ],
+)  # fmt: skip
+def test_a_setting_that_a_constructor_refuses_is_one_line_too(monkeypatch, capsys, tmp_path, wrong, words):
+    from rollplex.models.tiny import build_tiny
+
+    build_tiny(tmp_path / "models" / "tiny-digits")
+    (tmp_path / "key").write_text("k" * 32)
+    monkeypatch.chdir(tmp_path)
+    strategy = ["--trainer.strategy", "rollplex.RollplexStrategy"]
+    fit = ["fit", "--config", str(ROOT / "configs" / "digits_cpu.yaml"), "--trainer.logger", "false", *strategy]
+    monkeypatch.setattr(sys, "argv", ["rollplex", *fit, *wrong])
+    with pytest.raises(SystemExit) as end:
+        main()
+    err = capsys.readouterr().err
+    assert end.value.code == 2 and f"error: {words}" in err and "Traceback" not in err and "Union" not in err
