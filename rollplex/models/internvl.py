@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rollplex.data.placeholders import runs
 from rollplex.data.records import Prompt
 from rollplex.models.scattered import ScatteredVision
-from rollplex.models.split_model import Kind, Part
+from rollplex.models.split_model import Kind
 from rollplex.models.support import Support
 
 
@@ -23,14 +23,6 @@ class InternVL(ScatteredVision):
     model_type = "internvl"
     support = Support(video="as pictures", shared_vision=False, tensor_parallel=False)
     media_names: ClassVar[Mapping[str, tuple[str, ...]]] = {"image": ("pixel_values",)}
-
-    def part(self, name: Part) -> list[nn.Module]:
-        model = self.hf.model
-        return {
-            "vision_tower": [model.vision_tower],
-            "projector": [model.multi_modal_projector],
-            "language_model": [model.language_model, self.hf.lm_head],
-        }[name]
 
     @property
     def banned_token_ids(self) -> tuple[int, ...]:

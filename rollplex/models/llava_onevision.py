@@ -30,14 +30,6 @@ class LlavaOnevision(ScatteredVision):
     unread = ("model.vision_tower.post_layernorm.",)
     engine_names: ClassVar[Mapping[str, str]] = {"model.vision_tower.": "model.vision_tower.vision_model."}
 
-    def part(self, name: Part) -> list[nn.Module]:
-        model = self.hf.model
-        return {
-            "vision_tower": [model.vision_tower],
-            "projector": [model.multi_modal_projector],
-            "language_model": [model.language_model, self.hf.lm_head],
-        }[name]
-
     def part_parameters(self, name: Part) -> list[nn.Parameter]:
         own = [self.hf.model.image_newline] if name == "projector" else []
         return super().part_parameters(name) + own

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from rollplex.data.records import Prompt
 from rollplex.models.attention import STATE_KEYWORD
 from rollplex.models.prefix import RecordPrefix
-from rollplex.models.split_model import SplitModel
+from rollplex.models.split_model import Part, SplitModel
 from rollplex.models.vision import TYPE_IDS
 
 TEXT_MODELS = ("qwen2", "qwen3", "llama")
@@ -31,6 +31,14 @@ class ScatteredVision(SplitModel):
                 f"text models: {', '.join(TEXT_MODELS)}"
             )
         super().__init__(hf, **options)
+
+    def part(self, name: Part) -> list[nn.Module]:
+        model = self.hf.model
+        return {
+            "vision_tower": [model.vision_tower],
+            "projector": [model.multi_modal_projector],
+            "language_model": [model.language_model, self.hf.lm_head],
+        }[name]
 
     @property
     def language_model(self) -> nn.Module:
