@@ -17,6 +17,7 @@ import rollplex.callbacks
 import rollplex.rewards
 import rollplex.tasks
 from rollplex import VLMTask
+from rollplex.cli import main
 from rollplex.engines import RemoteEngine, TorchEngine, VLLMEngine
 from rollplex.rewards import Reward
 
@@ -70,6 +71,24 @@ def named(markdown: str) -> set[tuple[str, str]]:
     """(owner, setting) of every `Owner.setting` in the second column of its tables."""
     cells = [line.split("|")[2] for line in markdown.splitlines() if line.startswith("| ")]
     return {found for cell in cells for found in re.findall(r"`(\w+)\.(\w+)(?:: [^`]*)?`", cell)}
+
+
+def printed(config: Path, comments: bool, capsys) -> str:
+    with pytest.raises(SystemExit):
+        main(["fit", "--config", str(config), "--print_config" + "=comments" * comments])
+    return capsys.readouterr().out
+
+
+def test_a_printed_config_explains_every_setting_and_is_that_config(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    config = ROOT / "configs" / "digits_vllm_cpu.yaml"
+    text = printed(config, True, capsys)
+    lines = text.splitlines()
+    for setting in ("num_generations", "beta", "max_num_seqs", "rollout_timeout", "batch_size", "log_images"):
+        above = [lines[i - 1] for i, line in enumerate(lines) if line.strip().startswith(f"{setting}:")]
+        assert above and all(line.strip().startswith("#") for line in above), setting
+    (tmp_path / "commented.yaml").write_text(text)
+    assert printed(tmp_path / "commented.yaml", False, capsys) == printed(config, False, capsys)
 
 
 def test_the_migration_table_names_settings_that_exist():
