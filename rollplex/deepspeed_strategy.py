@@ -24,7 +24,6 @@ from rollplex.deepspeed_offload import StateOffload, WithStateOffload
 from rollplex.deepspeed_tensor_parallel import WithTensorParallel, forget_groups, section
 from rollplex.engines.base import RolloutEngine
 from rollplex.lockstep import Lockstep
-from rollplex.models.head import PolicyHead
 from rollplex.models.replica import Replica
 from rollplex.models.split_model import SplitModel
 from rollplex.ranks import Ranks
@@ -223,7 +222,7 @@ class RollplexDeepSpeedStrategy(WithTensorParallel, WithStateOffload, LastWords,
         module: Any = model
         self._linear = torch.nn.functional.linear
         if self.stage == 3:
-            PolicyHead.adopt(module.policy.get_output_embeddings())
+            module.actor.call_modules_alone()
             # One parameter after the other goes to the device and is cut there; the engine would move all first.
             deepspeed.zero.Init(module=module.policy, config_dict_or_path=self.config)
         engine, sharded, _, _ = deepspeed.initialize(

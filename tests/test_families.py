@@ -132,17 +132,35 @@ def test_frozen_parts_get_no_gradient_and_the_others_all(family, frozen):
     assert any(grads[name] is not None for name, p in named.items() if id(p) not in off)
 
 
+def prefix_and_gradient(actor, prompts, media):
+    """A prefix, and of it and its backward: modules in the order of their calls, gradients in that of their coming."""
+    seen = SimpleNamespace(called=[], gradients={})
+    for name, module in actor.hf.named_modules():
+        module.register_forward_pre_hook(lambda *_, name=name: seen.called.append(name))
+    for name, p in actor.hf.named_parameters():
+        p.register_post_accumulate_grad_hook(lambda p, name=name: seen.gradients.update({name: p.grad}))
+    state = actor.prefix(prompts, grad=True, media=media)
+    kept = SimpleNamespace(live=[t.detach() for t in state.live])
+    sum(leaf.sin().sum() for leaf in state.leaves).backward()
+    state.backward()
+    return kept, seen
+
+
 def test_passes_that_make_the_same_calls_on_every_rank(family):
-    """A tower that a prompt does not need sees a blank picture (ZeRO-3); the other families say that they have none."""
-    actor = fresh(family.model)
-    media = frozenset({"pixel_values", "pixel_values_videos"})
-    if not actor.support.zero3:
-        with pytest.raises(ValueError, match=r"ZeRO-3.*use ZeRO-2"):
-            actor.prefix(family.prompts[:1], grad=False, media=media)
-        return
-    for prompt in family.prompts:
-        a, b = actor.prefix([prompt], grad=False), actor.prefix([prompt], grad=False, media=media)
+    """Where parameters are sharded (ZeRO-3), a tower that a prompt does not need sees a blank picture: whatever the
+    prompts hold, modules are called and parameters get their gradients in one order, and no number is another."""
+    media = frozenset(names[0] for names in fresh(family.model).media_names.values())
+    twins = [[p, same_shape(p, 1)] for p in family.prompts[-2:]]
+    orders = []
+    for bundle in [*([p] for p in family.prompts), *twins]:
+        (a, plain), (b, grads) = (prefix_and_gradient(fresh(family.model), bundle, m) for m in (None, media))
         assert all((x - y).abs().max() <= BAR for x, y in zip(a.live, b.live, strict=True))
+        for name, grad in grads.gradients.items():
+            want = plain.gradients.get(name, torch.zeros_like(grad))  # of a blank picture: exactly 0
+            assert (grad - want).abs().max() <= BAR * want.norm(), name
+        orders.append((grads.called, list(grads.gradients)))
+    assert all(order == orders[0] for order in orders)
+    assert any("vision" in name or "visual" in name for name in orders[0][1])
 
 
 # ---- prompts ---------------------------------------------------------------------------------------------------------

@@ -46,6 +46,10 @@ class InternVL(ScatteredVision):
         found = self.hf.model.get_image_features(torch.cat(tiles).to(self.device)).pooler_output
         return {"image_embeds": found.flatten(0, 1)}
 
+    def blank_media(self, kind: Kind) -> dict[str, Tensor]:
+        vision = self.config.vision_config
+        return {"pixel_values": torch.zeros(1, vision.num_channels, *vision.image_size)}
+
     def engine_media(self, prompt: Prompt, features: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         assert features is None, "vLLM's model takes features of equal length alone, and pictures differ"
         sizes = self.item_tokens(prompt, "image")

@@ -2,14 +2,14 @@
 ("anyres"), several pictures are seen whole only, and a video is its frames, pooled. A learned vector ends each row of
 tiles, each picture and each video.
 
-Shape legend: I vision tokens, H hidden size, C channels, S side of a tile in pixels.
+Shape legend: I vision tokens, H hidden size, F frames, C channels, S side of a tile in pixels.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,28 @@ from rollplex.data.records import Prompt
 from rollplex.models.scattered import ScatteredVision
 from rollplex.models.split_model import Kind, Part
 from rollplex.models.support import Support
+
+
+def _features(model: Any, kind: Kind, *inputs: Any, **more: Any) -> Tensor:
+    """(I, H) of all pictures or videos of one call, one after the other."""
+    return torch.cat(list(getattr(model, f"get_{kind}_features")(*inputs, **more).pooler_output))
+
+
+class FeatureCalls:
+    """transformers' `LlavaOnevisionModel` whose features come by a module call: its newline is a parameter of its own,
+    and ZeRO-3 gathers these for module calls only."""
+
+    @classmethod
+    def adopt(cls, model: Any) -> None:
+        """Make a model one of these, in place: parameters, hooks and names stay."""
+        kind = type(model)
+        if not isinstance(model, cls):
+            model.__class__ = type(kind.__name__, (cls, kind), {"__module__": kind.__module__})
+
+    def forward(self, *inputs: Any, features_of: Kind | None = None, **more: Any) -> Any:
+        if features_of is None:
+            return super().forward(*inputs, **more)  # type: ignore[misc]
+        return _features(self, features_of, *inputs, **more)
 
 
 class LlavaOnevision(ScatteredVision):
@@ -77,18 +99,40 @@ class LlavaOnevision(ScatteredVision):
         return [tiles[:n] for tiles, n in zip(media["pixel_values"], counts, strict=True)]
 
     def vision_embeddings(self, prompts: Sequence[Prompt]) -> dict[str, Tensor]:
-        model, found = self.hf.model, {}
+        found = {}
         seen = [p for p in prompts if "pixel_values" in p.media]
         if seen:
             sizes, numbers = (torch.cat([p.media[name] for p in seen]) for name in ("image_sizes", "batch_num_images"))
             tiles = torch.cat([t for p in seen for t in self._tiles(p)]).to(self.device)
-            out = model.get_image_features(tiles, sizes, batch_num_images=numbers.tolist())
-            found["image_embeds"] = torch.cat(out.pooler_output)
-        moving = [p.media["pixel_values_videos"].to(self.device) for p in prompts if "pixel_values_videos" in p.media]
-        if moving:
-            parts = [model.get_video_features(videos).pooler_output.flatten(0, 1) for videos in moving]
-            found["video_embeds"] = torch.cat(parts)
+            found["image_embeds"] = self._features("image", tiles, sizes, batch_num_images=numbers.tolist())
+        videos = [v for p in prompts if "pixel_values_videos" in p.media for v in p.media["pixel_values_videos"]]
+        if videos:
+            # All frames as one video: one call of the tower, and what ends that one ends each.
+            frames_1FCSS = torch.cat(videos)[None].to(self.device)
+            found_IH = self._features("video", frames_1FCSS)
+            of_each = found_IH[:-1].split([len(v) * math.ceil(self._side / 2) ** 2 for v in videos])
+            found["video_embeds"] = torch.cat([part for rows in of_each for part in (rows, found_IH[-1:])])
         return found
+
+    def _features(self, kind: Kind, *inputs: Any, **more: Any) -> Tensor:
+        """(I, H) of transformers' `get_image_features` or `get_video_features`."""
+        model = self.hf.model
+        if isinstance(model, FeatureCalls):
+            return model(*inputs, features_of=kind, **more)
+        return _features(model, kind, *inputs, **more)
+
+    def call_modules_alone(self) -> None:
+        super().call_modules_alone()
+        FeatureCalls.adopt(self.hf.model)
+
+    def blank_media(self, kind: Kind) -> dict[str, Tensor]:
+        side, channels = self.config.vision_config.image_size, self.config.vision_config.num_channels
+        if kind == "video":
+            return {"pixel_values_videos": torch.zeros(1, 1, channels, side, side)}
+        # Two, which are seen whole only: one alone would be cut into as many tiles as the config's smallest grid has.
+        sizes = torch.tensor([[side, side]] * 2)
+        tiles = torch.zeros(2, 1, channels, side, side)
+        return {"pixel_values": tiles, "image_sizes": sizes, "batch_num_images": torch.tensor([2])}
 
     def engine_media(self, prompt: Prompt, features: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         assert features is None, "vLLM's model takes features of equal length alone, and pictures differ"

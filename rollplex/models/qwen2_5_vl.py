@@ -16,12 +16,10 @@ from rollplex.data.records import Prompt
 from rollplex.models.attention import STATE_KEYWORD
 from rollplex.models.prefix import RecordPrefix
 from rollplex.models.split_model import Kind, Part, SplitModel
-from rollplex.models.support import Support
 
 
 class Qwen2_5VL(SplitModel):
     model_type = "qwen2_5_vl"
-    support = Support(zero3=True)
 
     @property
     def language_model(self) -> nn.Module:
@@ -82,35 +80,12 @@ class Qwen2_5VL(SplitModel):
         )  # fmt: skip
         return out.last_hidden_state
 
-    def prefix_hidden_with(
-        self, prompts: Sequence[Prompt], positions: Tensor, state: RecordPrefix, media: frozenset[str]
-    ) -> Tensor:
-        ids_BP = torch.stack([p.input_ids for p in prompts]).to(self.device)
-        own = stack_media(prompts)
-        assert media >= set(own) & {"pixel_values", "pixel_values_videos"}, "the prompts have media not agreed on"
-        hf = self.hf.model
-        embeds_BPH = self.embed(ids_BP)
-        for kind, pixels, compute in (
-            ("image", "pixel_values", hf.get_image_features),
-            ("video", "pixel_values_videos", hf.get_video_features),
-        ):
-            if pixels not in media:
-                continue
-            patches, grid = (own[pixels], own[f"{kind}_grid_thw"]) if pixels in own else self._blank()
-            found_VH = torch.cat(compute(patches.to(self.device), grid.to(self.device)).pooler_output).to(embeds_BPH)
-            if pixels in own:
-                masks = hf.get_placeholder_mask(ids_BP, inputs_embeds=embeds_BPH, **{f"{kind}_features": found_VH})
-                embeds_BPH = embeds_BPH.masked_scatter(masks[kind == "video"], found_VH)
-            else:
-                embeds_BPH = embeds_BPH + 0.0 * found_VH.sum()
-        return self.run_text(embeds_BPH, positions, state)
-
-    def _blank(self) -> tuple[Tensor, Tensor]:
-        """Patches and grid of the smallest black picture."""
+    def blank_media(self, kind: Kind) -> dict[str, Tensor]:
         vision = self.config.vision_config
         side = vision.spatial_merge_size
         width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-        return torch.zeros(side * side, width), torch.tensor([[1, side, side]])
+        pixels, grid = self.media_names[kind]
+        return {pixels: torch.zeros(side * side, width), grid: torch.tensor([[1, side, side]])}
 
 
 def stack_media(prompts: Sequence[Prompt]) -> dict[str, Tensor]:

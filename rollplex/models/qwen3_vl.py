@@ -18,7 +18,7 @@ from rollplex.data.records import Prompt
 from rollplex.models.attention import STATE_KEYWORD
 from rollplex.models.prefix import RecordPrefix
 from rollplex.models.qwen2_5_vl import Qwen2_5VL, stack_media
-from rollplex.models.split_model import Part, SplitModel
+from rollplex.models.split_model import Part
 from rollplex.models.support import Support
 from rollplex.models.vision import TYPE_IDS
 
@@ -69,8 +69,3 @@ class Qwen3VL(Qwen2_5VL):
             inputs_embeds=embeds_BPH, position_ids=positions, use_cache=False, **extra, **{STATE_KEYWORD: state}
         )
         return out.last_hidden_state
-
-    def prefix_hidden_with(
-        self, prompts: Sequence[Prompt], positions: Tensor, state: RecordPrefix, media: frozenset[str]
-    ) -> Tensor:
-        return SplitModel.prefix_hidden_with(self, prompts, positions, state, media)  # refused

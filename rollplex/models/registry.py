@@ -84,13 +84,13 @@ def context_length(path: str) -> int:
 def family_table() -> str:
     """What runs of each family, as the Markdown table of docs/families.md."""
     head = ["`model_type`", "class in transformers", "embedded engine", "vLLM, weights copied", "vLLM, `SharedWeights`"]
-    head += ["vLLM, `vision: shared`", "video", "tensor parallel", "ZeRO-3"]
+    head += ["vLLM, `vision: shared`", "video", "tensor parallel"]
     rows = [head, ["---"] * len(head)]
     for name, family in FAMILIES.items():
         s = family.support
         vision = ("yes" if s.towerless else "yes, keeps its tower") if s.shared_vision else "no"
         more = (s.vllm, s.shared_weights)
         words = ["yes", *("yes" if x else "no" for x in more), vision, s.video]
-        words += ["yes" if s.tensor_parallel else "no", "yes" if s.zero3 else "no"]
+        words += ["yes" if s.tensor_parallel else "no"]
         rows.append([f"`{name}`", f"`{MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[name]}`", *words])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)

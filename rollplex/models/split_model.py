@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from rollplex.data.records import Prompt
 from rollplex.models import lora
 from rollplex.models.attention import ATTENTION_NAME, STATE_KEYWORD
+from rollplex.models.blank import vision_embeddings
 from rollplex.models.checkpointing import Checkpointing
 from rollplex.models.head import PolicyHead
 from rollplex.models.logprobs import linear_logps
@@ -119,20 +120,19 @@ class SplitModel(ABC):
         """Run vision tower and prompt, or the prompt alone with `features` (of `vision_embeddings`) in the place of the
         tower; returns last hidden states (B, P, H)."""
 
-    def prefix_hidden_with(
-        self, prompts: Sequence[Prompt], positions: Tensor, state: RecordPrefix, media: frozenset[str]
-    ) -> Tensor:
-        """As `prefix_hidden`, but the modules that run depend on `media` alone (names of media tensors, those of
-        `prompts` among them): a tower that no prompt needs sees a blank picture that changes nothing.
-
-        For ranks that must make the same module calls whatever their prompts hold.
-        """
-        raise ValueError(f"model_type={self.model_type} cannot be sharded over ranks yet (ZeRO-3); use ZeRO-2")
-
     @abstractmethod
     def vision_embeddings(self, prompts: Sequence[Prompt]) -> dict[str, Tensor]:
         """What the vision tower makes of the prompts' media: image_embeds and video_embeds, (vision tokens, W), prompt
-        after prompt, on the device; absent when unused. Depends on the tower's weights alone."""
+        after prompt, on the device; absent when unused. Depends on the tower's weights alone, by one call of the tower
+        for each kind (ranks that share sharded parameters must make the same calls)."""
+
+    @abstractmethod
+    def blank_media(self, kind: Kind) -> dict[str, Tensor]:
+        """The media tensors, as in `Prompt.media`, of the smallest black pictures or video (`models.blank`)."""
+
+    def call_modules_alone(self) -> None:
+        """From now on read parameters inside of calls of their own modules only: elsewhere ZeRO-3 has them not."""
+        PolicyHead.adopt(self.hf.get_output_embeddings())
 
     @abstractmethod
     def item_tokens(self, prompt: Prompt, kind: Kind) -> list[int]:
@@ -200,9 +200,9 @@ class SplitModel(ABC):
     def vision_frozen(self) -> bool:
         return not any(p.requires_grad for p in self.vision_parameters)
 
-    def vision(self, prompts: Sequence[Prompt], *, grad: bool) -> VisionState:
+    def vision(self, prompts: Sequence[Prompt], *, grad: bool, media: frozenset[str] | None = None) -> VisionState:
         """One pass of the vision tower over a bundle's media, for prefix passes to read. With `grad`, the graph is kept
-        for `PrefixState.backward` (unless there is nothing to train in it)."""
+        for `PrefixState.backward` (unless there is nothing to train in it). media: see `prefix`."""
         frozen = self.vision_frozen
         grad = grad and not frozen
         saved = SavedActivations(self.hf.parameters(), enabled=grad, host=self.prefix_on_host)
@@ -211,7 +211,7 @@ class SplitModel(ABC):
             saved,
             self._checkpointing(grad and self.prefix_checkpointing, "vision_tower"),
         ):
-            live = self.vision_embeddings(prompts)
+            live = vision_embeddings(self, prompts, media)
         return VisionState(
             live=live, tokens={name: feature_tokens(prompts, name) for name in live}, version=self.version,
             frozen=frozen, saved_bytes=saved.besides(list(live.values())), host_bytes=saved.host_bytes,
@@ -223,7 +223,8 @@ class SplitModel(ABC):
     ) -> PrefixState:  # fmt: skip
         """One prefix pass over a bundle. With `grad`, the graph is kept for `PrefixState.backward`.
 
-        media: see `prefix_hidden_with`; None runs what the prompts need.
+        media: what is run depends on these names of pixel tensors alone, the prompts' among them (`models.blank`); None
+        runs what the prompts need.
         vision: what `vision` of a model with the same tower gave for these prompts; the tower is not run then. To train
         a tower its graph must be behind it.
         """
@@ -242,11 +243,10 @@ class SplitModel(ABC):
             saved,
             self._checkpointing(grad and self.prefix_checkpointing, "language_model", "vision_tower"),
         ):
-            at = positions.to(self.device)
-            if media is None:
-                hidden_BPH = self.prefix_hidden(prompts, at, state, None if vision is None else vision.leaves)
-            else:
-                hidden_BPH = self.prefix_hidden_with(prompts, at, state, media)
+            features = None if vision is None else vision.leaves
+            if media is not None:
+                features = vision_embeddings(self, prompts, media)
+            hidden_BPH = self.prefix_hidden(prompts, positions.to(self.device), state, features)
             live = [t for layer in sorted(state.kv) for t in state.kv[layer]]
             live.append(hidden_BPH[:, -1].clone())  # a view would keep all P rows alive
         next_position_B = next_position_B.to(self.device)

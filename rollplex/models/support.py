@@ -26,9 +26,6 @@ class Support:
     tensor_parallel: bool = True
     """There is a layout table (rollplex.weights.families) for vLLM's tensor-parallel ranks."""
 
-    zero3: bool = False
-    """`prefix_hidden_with` makes the same module calls on every rank."""
-
 
 def refuse_unsplittable(config: Any) -> None:
     """ValueError for a config whose passes would not be those of full sequences, naming what to set."""

@@ -34,7 +34,8 @@ class VisionState:
 
     live: dict[str, Tensor]
     """image_embeds and video_embeds, those there are: (I, W), prompt after prompt; graph attached if it was kept. A
-    tower that feeds several layers of the language model has them side by side in W."""
+    tower that feeds several layers of the language model has them side by side in W. I is 0 where the tower ran for
+    the sake of other ranks (`models.blank`)."""
 
     tokens: dict[str, tuple[int, ...]]
     """Of each of `live`, how many of the I belong to each prompt."""
@@ -83,9 +84,8 @@ class VisionState:
         """That these are features of these prompts, and not freed: each placeholder token gets a row."""
         wanted = {name: feature_tokens(prompts, name) for name in TYPE_IDS}
         found = {name: self.tokens[name] for name in self.leaves}
-        assert found == {name: tokens for name, tokens in wanted.items() if any(tokens)}, (
-            f"vision features {found} (tokens of each prompt) for prompts that need {wanted}"
-        )
+        some, needed = ({n: tokens for n, tokens in all_of.items() if any(tokens)} for all_of in (found, wanted))
+        assert some == needed, f"vision features {found} (tokens of each prompt) for prompts that need {wanted}"
 
     def select(self, prompts: Sequence[int]) -> VisionState:
         """Without a graph, of these prompts (indices in the bundle) in this order."""
@@ -93,9 +93,11 @@ class VisionState:
         tokens: dict[str, tuple[int, ...]] = {}
         for name, leaf in self.leaves.items():
             counts = tuple(self.tokens[name][i] for i in prompts)
+            if not sum(counts):
+                continue
             if list(prompts) == list(range(len(self.tokens[name]))):
                 live[name], tokens[name] = leaf.detach(), counts
-            elif sum(counts):
+            else:
                 parts = leaf.detach().split(list(self.tokens[name]))
                 live[name], tokens[name] = torch.cat([parts[i] for i in prompts]), counts
         return VisionState(live, tokens, self.version, self.frozen)
