@@ -137,27 +137,8 @@ def _check_resampling(h: Mapping[str, Any]) -> None:
         )
 
 
-def _check_whole(strategy: Any, world: int) -> None:
-    """With dynamic_sample every rank of several must hold all of the model that it computes with."""
-    engine = getattr(getattr(strategy, "colocation", None), "engine", None)
-    degrees = {
-        "train_tp": getattr(strategy, "train_tp", 1),
-        "tensor_parallel_size": getattr(engine, "tensor_parallel_size", 1),
-    }
-    split = ["stage=3"] if getattr(strategy, "stage", 0) == 3 else []
-    split += [f"{name}={degree}" for name, degree in degrees.items() if degree > 1]
-    if split and world > 1:
-        raise ValueError(
-            f"dynamic_sample with {split[0]} on {world} ranks is not supported: ranks that share one model must "
-            "compute the same passes, and each leaves out groups of its own. Set strategy to rollplex_ddp, "
-            "rollplex_zero1 or rollplex_zero2 without tensor parallelism, or dynamic_sample to false"
-        )
-
-
-def check_batches(h: Mapping[str, Any], data: Any, world: int = 1, strategy: Any = None) -> None:
-    """Settings of GRPOModule that the data module's batches, the number of ranks and their strategy must allow."""
-    if h["dynamic_sample"]:
-        _check_whole(strategy, world)
+def check_batches(h: Mapping[str, Any], data: Any) -> None:
+    """Settings of GRPOModule that the data module's batches must allow."""
     if h["dynamic_sample"] and not hasattr(data, "further_prompts"):
         raise ValueError(
             "dynamic_sample draws prompts by the data module's further_prompts(rollout, start, count), which "
@@ -254,13 +235,13 @@ def check_remote(engine: str, takes_vision: bool, degree: int) -> None:
 
 
 def check_vision(shared: bool, sharded: bool) -> None:
-    """sharded: parameters or engines are of several ranks."""
+    """sharded: trainers or engines are of several ranks."""
     if not (shared and sharded):
         return
     raise ValueError(
-        "the engine's vision=shared runs the trainer's tower before the decode, and with parameters sharded over "
-        "several ranks (ZeRO-3, train_tp) or an engine of several ranks each would have to wait for all; set "
-        "vision=engine, or use ZeRO-2 with train_tp 1 and tensor_parallel_size 1"
+        "the engine's vision=shared takes features that the trainer of its own rank computed, and where trainers "
+        "(train_tp) or engines (tensor_parallel_size) are of several ranks, requests go to other ranks without them; "
+        "set vision=engine, or both degrees to 1"
     )
 
 

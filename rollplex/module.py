@@ -25,7 +25,7 @@ from rollplex.models.split_model import Part, SplitModel
 from rollplex.optim import make_optimizer
 from rollplex.rank_step import LockstepStep, RankStep, Share, agree_on_share, whole_share
 from rollplex.ranks import Ranks
-from rollplex.resample import RoundStep, resample_metrics, run_rounds
+from rollplex.resample import LockstepRound, RoundStep, resample_metrics, run_rounds
 from rollplex.rewards.runner import RewardRunner
 from rollplex.step import GRPOStep
 from rollplex.step_settings import StepSettings
@@ -193,7 +193,7 @@ class GRPOModule(WithRandomStates, WithEvaluation, LightningModule):
             raise ValueError("GRPOModule needs a VLMDataModule: pass datamodule=VLMDataModule(task=...) to the trainer")
         h = self.hparams
         if stage == "fit":
-            check_batches(h, getattr(self.trainer, "datamodule", None), self.trainer.world_size, self.trainer.strategy)
+            check_batches(h, getattr(self.trainer, "datamodule", None))
         self.task = task
         self._runners = {
             n: RewardRunner(
@@ -229,10 +229,11 @@ class GRPOModule(WithRandomStates, WithEvaluation, LightningModule):
 
     def on_train_start(self) -> None:
         super().on_train_start()
-        colocation = self.colocation
+        colocation, strategy = self.colocation, self.trainer.strategy
+        whole = {"gathered": strategy.gathered} if hasattr(strategy, "gathered") else {}
         self._vision = vision_settings(
             colocation.engine, self.actor, self.reference, share_prefix=self.hparams["share_prefix"],
-            sharded=colocation.executor.lockstep is not None or colocation.executor.exchange is not None,
+            sharded=colocation.executor.exchange is not None, **whole,
         )  # fmt: skip
 
     def new_step(self, prompts: list[Prompt], share: Share | None = None, *, rounds: Any = None) -> GRPOStep:
@@ -240,13 +241,12 @@ class GRPOModule(WithRandomStates, WithEvaluation, LightningModule):
         h = self.hparams
         settings = StepSettings.of(h, sampling=self.sampling(), loss=self.loss_settings, **self._vision)
         parts = (self.actor, self.reference, self.rewards(h["num_generations"]), prompts, settings)
-        if h["dynamic_sample"]:
-            return RoundStep(*parts, share=share or whole_share(len(prompts)), rounds=rounds or [])
-        if share is None:
-            return GRPOStep(*parts)
         lockstep = self.colocation.executor.lockstep
-        kind = RankStep if lockstep is None or lockstep.same_groups else LockstepStep
-        return kind(*parts, share=share)
+        alike = lockstep is not None and not lockstep.same_groups  # ranks make up for groups that others have
+        if h["dynamic_sample"]:
+            share = share or whole_share(len(prompts))
+            return (LockstepRound if alike else RoundStep)(*parts, share=share, rounds=rounds or [])
+        return GRPOStep(*parts) if share is None else (LockstepStep if alike else RankStep)(*parts, share=share)
 
     def training_step(self, batch: list[Prompt], batch_idx: int) -> dict[str, Any] | None:
         """One rollout batch. Returns {"loss", "groups", "metrics"} for callbacks' on_train_batch_end."""

@@ -142,9 +142,6 @@ class RankStep(GRPOStep):
 class LockstepStep(RankStep):
     """A `RankStep` that makes the same module calls of the actor on every rank."""
 
-    _media: dict[int, frozenset[str]] = field(default_factory=dict)
-    """Bundle -> media tensors that a prompt of it has on some rank."""
-
     def _make_bundles(self) -> list[Bundle]:
         """Every mini-batch gets as many bundles as the rank with most of them has."""
         own = super()._make_bundles()
@@ -159,7 +156,7 @@ class LockstepStep(RankStep):
             for i in range(max(len(there[m]) for there in everywhere)):
                 bundle = part[i] if i < len(part) else Bundle(0, (), m)
                 bundles.append(replace(bundle, index=len(bundles)))
-                self._media[len(bundles) - 1] = frozenset(
+                self.media[len(bundles) - 1] = frozenset(
                     name for there in everywhere if i < len(there[m]) for name in there[m][i]
                 )
         return bundles
@@ -172,8 +169,8 @@ class LockstepStep(RankStep):
     ) -> PrefixState:
         if name == "ref":  # whole on every rank
             return super()._compute_prefix(b, name, model, prompts, vision)
-        assert vision is None, "no vision features are shared where parameters are sharded"
-        return model.prefix(prompts or [filler(model)], grad=name == "act", media=self._media[b.index])
+        media = self.media[b.index] if vision is None else None
+        return model.prefix(prompts or [filler(model)], grad=name == "act", media=media, vision=vision)
 
     def _pad(self, rows: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
         """At least two tokens wide: with one, the text model would have nothing to compute."""

@@ -19,7 +19,7 @@ from typing import Any
 from rollplex.bundles import Bundle
 from rollplex.data.batches import RankRows
 from rollplex.data.records import Prompt
-from rollplex.rank_step import Part, RankStep, Share, agree_on_share
+from rollplex.rank_step import LockstepStep, Part, RankStep, Share, agree_on_share
 from rollplex.ranks import Ranks
 from rollplex.step import GRPOStep
 from rollplex.totals import StepTotals
@@ -85,6 +85,20 @@ class RoundStep(RankStep):
         own = [super(RoundStep, part)._part_of(update) for part in self.rounds]
         lengths = [n for part in own for n in part.lengths]
         return Part(lengths, sum(lengths), any(part.anything_kept for part in own))
+
+
+@dataclass
+class LockstepRound(RoundStep, LockstepStep):
+    """A `RoundStep` that makes the same module calls of the actor on every rank: a bundle is left out where all ranks
+    leave theirs out. Beside one that is kept elsewhere, what is dropped is masked."""
+
+    _out: dict[int, bool] = field(default_factory=dict)
+
+    def _left_out(self, b: Bundle) -> bool:
+        """A collective when first asked of a bundle."""
+        if b.index not in self._out:
+            self._out[b.index] = all(self.share.ranks.gather(super()._left_out(b)))
+        return self._out[b.index]
 
 
 class FurtherPrompts:

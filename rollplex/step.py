@@ -50,6 +50,8 @@ class GRPOStep(ResponseRows):
     bundles: list[Bundle] = field(init=False)
     rollouts: list[list[Rollout | None]] = field(init=False)
     vision: VisionPasses = field(init=False)
+    media: dict[int, frozenset[str]] = field(default_factory=dict)
+    """Of ranks that make the same module calls, by bundle: pixel tensors that a prompt of it has on some rank."""
     groups: dict[int, Group] = field(default_factory=dict)
     prefix_bytes_peak: int = 0
     """Most bytes of prefix state held at once on the device."""
@@ -70,7 +72,7 @@ class GRPOStep(ResponseRows):
 
     def __post_init__(self) -> None:
         self.bundles = self._make_bundles()
-        self.vision = VisionPasses(self.actor, self.prompts, self.settings)
+        self.vision = VisionPasses(self.actor, self.prompts, self.settings, self.media)
         self._version = self.actor.version
         self.rollouts = [[None] * self.settings.num_generations for _ in self.prompts]
 

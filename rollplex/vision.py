@@ -9,10 +9,12 @@ date, its pass runs the tower itself.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
 import torch
+from torch import nn
 
 from rollplex.bundles import Bundle
 from rollplex.checks import check_vision
@@ -24,14 +26,17 @@ from rollplex.step_settings import StepSettings
 from rollplex.units import UnitId, UnitKind
 
 Reader = Literal["act", "old", "ref", "engine"]
+Gathered = Callable[[Sequence[nn.Parameter]], AbstractContextManager[object]]
 
 
 def vision_settings(
-    engine: RolloutEngine, actor: SplitModel, reference: SplitModel | None, *, share_prefix: bool, sharded: bool = False
-) -> dict[str, bool]:
+    engine: RolloutEngine, actor: SplitModel, reference: SplitModel | None, *, share_prefix: bool,
+    sharded: bool = False, gathered: Gathered = lambda parameters: nullcontext(),
+) -> dict[str, bool]:  # fmt: skip
     """The vision settings of a run's steps (`StepSettings`), once weights and gradients are as the run trains them.
 
-    sharded: the actor's parameters are sharded over ranks, whose module calls are collectives.
+    sharded: trainers or engines are of several ranks. gathered: a scope in which parameters of the actor are whole; a
+    collective where they are cut (ZeRO-3).
     """
     check_vision(engine.takes_vision, sharded)
     if engine.takes_vision and not share_prefix:
@@ -43,23 +48,34 @@ def vision_settings(
     share = engine.takes_vision and share_prefix
     return {
         "share_vision": share,
-        "share_vision_with_reference": share and reference is not None and same_tower(actor, reference),
+        "share_vision_with_reference": share and reference is not None and same_tower(actor, reference, gathered),
     }
 
 
-def same_tower(a: SplitModel, b: SplitModel) -> bool:
+def same_tower(a: SplitModel, b: SplitModel, gathered: Gathered = lambda parameters: nullcontext()) -> bool:
     """Whether two models make the same features of a picture, now and later: nothing of either tower is trained, and
-    all their weights are equal."""
+    all their weights are equal. gathered: a scope in which parameters of `a` are whole."""
     if not (a.vision_frozen and b.vision_frozen):
         return False
     ours, theirs = a.vision_parameters, b.vision_parameters
-    return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
+    if len(ours) != len(theirs):
+        return False
+    equal = True
+    for mine, other in zip(ours, theirs, strict=True):
+        with gathered([mine]):
+            equal &= torch.equal(mine, other)
+    return equal
 
 
 class VisionPasses:
     """Of one step: the features that are held, and how often a tower ran."""
 
-    def __init__(self, actor: SplitModel, prompts: Sequence[Prompt], settings: StepSettings) -> None:
+    def __init__(
+        self, actor: SplitModel, prompts: Sequence[Prompt], settings: StepSettings,
+        media: Mapping[int, frozenset[str]] | None = None,
+    ) -> None:  # fmt: skip
+        """media: of ranks that make the same module calls, by bundle: pixel tensors that some rank has there."""
+        self._media = media or {}
         self._actor = actor
         self._prompts = prompts
         self._settings = settings
@@ -86,8 +102,8 @@ class VisionPasses:
         return self.passes / max(self.seen(range(len(self._prompts))), 1)
 
     def shared(self, b: Bundle) -> bool:
-        """Whether the engine is handed features of this bundle."""
-        return self._settings.share_vision and self.seen(b.groups) > 0
+        """Whether the engine is handed features of this bundle, on this rank or another."""
+        return self._settings.share_vision and (self.seen(b.groups) > 0 or bool(self._media.get(b.index)))
 
     def needs(self, b: Bundle) -> list[UnitId]:
         """The unit that makes the bundle's features, of a pass that may read them."""
@@ -102,7 +118,8 @@ class VisionPasses:
             return
         # Later mini-batches train after an update, which puts the graph out of date.
         graph = graph and b.mini_batch == 0
-        self._states[b.index] = self._actor.vision([self._prompts[g] for g in b.groups], grad=graph)
+        prompts = [self._prompts[g] for g in b.groups]
+        self._states[b.index] = self._actor.vision(prompts, grad=graph, media=self._media.get(b.index))
         self.ran(b.groups)
 
     def of(self, b: Bundle, reader: Reader) -> VisionState | None:

@@ -80,10 +80,10 @@ class Groups(Callback):
         self.spread.append([g.index for g in outputs["groups"] if float(g.rewards.std()) > 0])
 
 
-def resample(model: str, root: Path, stage: int, name: str) -> dict[str, Any]:
+def resample(model: str, root: Path, stage: int, name: str, **more: Any) -> dict[str, Any]:
     """A run, and the groups of all ranks."""
     task, settings = scenario(name)
     groups = Groups()
-    kept = z.train(model, root, stage, extra=[groups], task=task, **settings)
+    kept = z.train(model, root, stage, extra=[groups], task=task, **settings, **more)
     ranks = Ranks.connect()
     return kept | {"rows": ranks.gather(groups.rows), "spread": ranks.gather(groups.spread)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from fake_engine import FakeEngine, Scripted
 from helpers import picture
 from runs import run, same_bits, weights
 
-from rollplex import GRPOModule, Rollout, Sample, VLMDataModule, VLMTask
+from rollplex import GRPOModule, Rollout, Sample, VLMTask
 from rollplex.callbacks import GroupStreaming, PhaseOffload, PrefillReuse, PrefixOverlap
 from rollplex.checks import check_batches
 from rollplex.data.batches import RolloutBatchSampler
@@ -223,19 +222,6 @@ def test_further_rows_are_the_others_and_differ_by_rollout():
 def test_what_clashes_is_refused(parity_folder, settings, message):
     with pytest.raises(ValueError, match=message):
         GRPOModule(model=str(parity_folder), dynamic_sample=True, **settings)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "setting"),
-    [
-        (SimpleNamespace(stage=3, train_tp=1), "stage=3"),
-        (SimpleNamespace(stage=2, train_tp=2), "train_tp=2"),
-        (SimpleNamespace(colocation=SimpleNamespace(engine=SimpleNamespace(tensor_parallel_size=2))), "tensor_parallel_size=2"),
-    ],
-)  # fmt: skip
-def test_ranks_that_share_a_model_are_refused(strategy, setting):
-    with pytest.raises(ValueError, match=rf"dynamic_sample with {setting} on 2 ranks is not supported.*rollplex_zero2"):
-        check_batches({"dynamic_sample": True, "num_mini_batches": 1}, VLMDataModule(Numbered(range(4))), 2, strategy)
 
 
 def test_other_data_modules_are_refused():

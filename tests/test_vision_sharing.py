@@ -289,8 +289,8 @@ def test_kept_features_would_be_used(parity_folder, tmp_path, monkeypatch, setti
     the pass of the next update, which refuses them for want of a graph, or for what its backward has freed."""
     vision = SplitModel.vision
 
-    def claims(self, prompts, *, grad):
-        state = vision(self, prompts, grad=grad)
+    def claims(self, prompts, **options):
+        state = vision(self, prompts, **options)
         state.frozen = True
         return state
 
@@ -458,8 +458,8 @@ def test_a_reference_reads_only_what_its_own_tower_would_give(parity_folder):
     assert not same_tower(actor, reference) and not with_reference()
 
 
-def test_parameters_sharded_over_ranks_share_no_features(model):
-    with pytest.raises(ValueError, match=r"vision=shared .*ZeRO-3.* set vision=engine, or use ZeRO-2 with train_tp 1"):
+def test_trainers_and_engines_of_several_ranks_share_no_features(model):
+    with pytest.raises(ValueError, match=r"vision=shared .*train_tp.* set vision=engine, or both degrees to 1"):
         vision_settings(TorchEngine(vision="shared"), model, None, share_prefix=True, sharded=True)
 
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import resample_cases as r
 import zero_runs as z
+from families import NAMES as FAMILIES
+from families import Rows
 
 from rollplex.models.tiny import MARKER, build_tiny
 
@@ -64,6 +66,16 @@ def of_another(name: str, stage: int) -> Case:
 
 
 CHECKPOINTED = {"prefix_checkpointing": True, "suffix_checkpointing": True, "responses_per_pass": 2}
+ALL_CUT = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+"""DeepSpeed keeps parameters whole that have few elements: in a tiny model, all of them."""
+OF_FAMILY = CHECKPOINTED | {"task": Rows(), "batch_size": 6, "zero": ALL_CUT}
+FROZEN = {"freeze": ["vision_tower", "projector"], "beta": 0.04}
+VISION: dict[str, dict[str, Any]] = {
+    "vision": {"zero": ALL_CUT}, "vision_reference": {"zero": ALL_CUT} | FROZEN,
+    "vision_checkpointed": CHECKPOINTED | {"prompts_per_pass": 2, "num_mini_batches": 2, "num_iterations": 2, "steps": 2},
+    "vision_tight": {"zero": {"prefix_budget_bytes": 900_000}, "serial": True},
+}  # fmt: skip
+"""One vision pass where parameters are sharded; with `vision_tight` some graph of the tower has no room."""
 STAGES = (0, 1, 2, 3)
 ZERO = (1, 2, 3)
 
@@ -82,6 +94,7 @@ SOLO: dict[str, Case] = {
     "export2": case(z.export, 2),
     **{f"limited{s}": case(z.limited, s) for s in (0, 2)},
     "vision3": case(z.shared_vision, 3),
+    "vision_reference3": case(z.shared_vision, 3, **VISION["vision_reference"]),
 }
 PAIR: dict[str, Case] = {
     **{f"train{s}": case(z.train, s) for s in STAGES},
@@ -98,16 +111,19 @@ PAIR: dict[str, Case] = {
     "tensor_phases2": case(z.phase_offload, 2, zero=TP),
     "tensor_masters2": untied(z.masters, 2, TP),
     **{f"tensor_{f}2": of_family(f, z.gradient, 2, zero=TP, **CHECKPOINTED) for f in ("qwen2_vl", "qwen3_vl")},
+    **{f"{f}3": of_family(f, z.gradient_and_weights, 3, **OF_FAMILY) for f in FAMILIES},
     "tensor_validated2": case(z.validated, 2, zero=TP),
     "tensor_export2": case(z.export, 2, zero=TP),
     **{f"ledger{s}": case(z.ledger, s) for s in STAGES},
-    **{f"vision{s}": case(z.shared_vision, s) for s in (0, 2, 3)},
+    **{f"vision{s}": case(z.shared_vision, s) for s in (0, 2)},
+    **{f"{name}3": case(z.shared_vision, 3, **VISION[name]) for name in VISION},
     "ledger2_bf16": case(z.ledger, 2, dtype="bfloat16", beta=0.04),
     "export3": case(z.export, 3),
     "export3_untied": untied(z.export, 3),
     "dynamic_rounds1": case(r.resample, 1, "rounds"),
-    **{f"dynamic_{name}{s}": case(r.resample, s, name) for name in r.NAMES for s in (0, 2)},
-    **{f"dynamic_resume{s}": case(z.resume, s, task=r.scenario("rounds")[0], dynamic_sample=True) for s in (0, 2)},
+    **{f"dynamic_{name}{s}": case(r.resample, s, name) for name in r.NAMES for s in (0, 2, 3)},
+    **{f"dynamic_resume{s}": case(z.resume, s, task=r.scenario("rounds")[0], dynamic_sample=True) for s in (0, 2, 3)},
+    **{f"tensor_dynamic_{name}2": case(r.resample, 2, name, zero=TP) for name in r.NAMES},
 }
 QUICK: dict[str, set[str]] = {
     "four": set(),
@@ -122,6 +138,7 @@ QUICK: dict[str, set[str]] = {
 FOUR: dict[str, Case] = {
     "tensor2": case(z.train, 2, zero=TP),
     **{f"tensor_{name}2": case(z.mixed, 2, name, zero=TP) for name in ("one_three", "odd", "alone", "uneven")},
+    **{f"tensor_dynamic_{name}2": case(r.resample, 2, name, zero=TP) for name in r.NAMES},
     "tensor_rows1": case(z.uneven_rows, 1, zero=TP),
     "tensor_resume1": case(z.resume, 1, zero=TP),
     "tensor_dr_grpo2": case(z.train, 2, zero=TP, **LOSSES["dr_grpo"]),

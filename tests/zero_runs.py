@@ -101,6 +101,12 @@ def gradient(model: str, root: Path, stage: int, **settings: Any) -> dict[str, A
     return {"gradient": keep.gradient}
 
 
+def gradient_and_weights(model: str, root: Path, stage: int, **settings: Any) -> dict[str, Any]:
+    """Of three steps: the first one's gradient, and what all came to."""
+    keep = KeepGradient()
+    return train(model, root, stage, extra=[keep], max_grad_norm=None, **settings) | {"gradient": keep.gradient}
+
+
 # ---- engine weights ----
 
 
@@ -148,13 +154,12 @@ class SaveAt(Callback):
             trainer.save_checkpoint(self.path)
 
 
-def shared_vision(model: str, root: Path, stage: int) -> dict[str, Any]:
-    """One vision pass for engine and trainer; where that cannot be, what the error says."""
-    try:
-        kept = train(model, root, stage, zero={"engine": TorchEngine(vision="shared")})
-    except ValueError as error:
-        return {"message": str(error)}
-    return {"message": "", "weights": kept["weights"], "passes": [m["vision_passes"] for m in kept["steps"]]}
+def shared_vision(
+    model: str, root: Path, stage: int, *, zero: dict[str, Any] | None = None, **settings: Any
+) -> dict[str, Any]:
+    """One vision pass for engine and trainer."""
+    kept = train(model, root, stage, zero={"engine": TorchEngine(vision="shared")} | (zero or {}), **settings)
+    return {"weights": kept["weights"], "passes": [m["vision_passes"] for m in kept["steps"]]}
 
 
 def resume(model: str, root: Path, stage: int, **settings: Any) -> dict[str, Any]:
