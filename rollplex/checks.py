@@ -219,18 +219,24 @@ def check_takes_prefix(engine: str, takes_prefix: bool) -> None:
         )
 
 
-def check_remote(engine: str, takes_vision: bool, degree: int) -> None:
+def check_remote(engine: str, takes_vision: bool) -> None:
     """Of the engine inside a RemoteEngine."""
     if engine == "RemoteEngine":
         raise ValueError("RemoteEngine(engine=RemoteEngine) is one process too many: name the engine itself")
     if takes_vision:
         raise ValueError(
-            f"vision=shared of {engine} inside a RemoteEngine: features are not sent to another process; set engine"
+            f"vision=shared of {engine} inside a RemoteEngine: the trainer's features are not sent to another process; "
+            "set vision to engine, and the engine runs a vision tower of its own"
         )
-    if degree > 1:
+
+
+def check_remote_adapters(lora: Any, degree: int) -> None:
+    """degree: of the engine inside a RemoteEngine."""
+    if lora is not None and degree > 1:
         raise ValueError(
-            f"tensor_parallel_size={degree} of {engine} inside a RemoteEngine, which is one process: set it to 1, "
-            "with a RemoteEngine for each rank"
+            f"lora with tensor_parallel_size={degree} of an engine inside a RemoteEngine is not supported: adapters "
+            "are sent alone, and no process there holds the whole weights to merge them with. Set "
+            "tensor_parallel_size to 1"
         )
 
 

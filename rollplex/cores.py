@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 
 import torch
 
@@ -84,3 +86,21 @@ class LaneThreads:
             # 0 is the calling thread, not the process.
             os.sched_setaffinity(0, self._cores[lane] if beside else self._all_cores)
         self._applied.beside = beside
+
+
+def leave_cores(cores: Collection[int]) -> dict[int, set[int]]:
+    """Keep every thread of this process off `cores`, where it has others; returns thread -> its cores before."""
+    found: dict[int, set[int]] = {}
+    for task in os.listdir("/proc/self/task"):
+        with suppress(ProcessLookupError):
+            before = os.sched_getaffinity(int(task))
+            os.sched_setaffinity(int(task), (before - set(cores)) or before)
+            found[int(task)] = before
+    return found
+
+
+def return_to_cores(before: Mapping[int, set[int]]) -> None:
+    """Undo `leave_cores`; threads that have ended meanwhile are passed over."""
+    for task, cores in before.items():
+        with suppress(ProcessLookupError):
+            os.sched_setaffinity(task, cores)

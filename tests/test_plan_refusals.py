@@ -57,7 +57,6 @@ def test_what_the_run_refuses_the_plan_refuses(capsys, tmp_path, strategy, engin
     ("inner", "callbacks", "message"),
     [
         ((TORCH, {"vision": "shared"}), [], "vision=shared of TorchEngine inside a RemoteEngine"),
-        ((VLLM, {"tensor_parallel_size": 4}), [], "tensor_parallel_size=4 of VLLMEngine inside a RemoteEngine"),
         (("rollplex.engines.RemoteEngine", {}), [], "one process too many"),
         ((VLLM, {}), ["SharedWeights"], "SharedWeights is for VLLMEngine, but the engine is a RemoteEngine"),
         ((TORCH, {}), ["PrefillReuse"], "PrefillReuse cannot work with engine=RemoteEngine"),

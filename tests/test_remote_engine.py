@@ -435,8 +435,11 @@ def test_a_child_listens_in_a_folder_of_its_user_only_and_leaves_nothing():
     ("settings", "message"),
     [
         ({"engine": RemoteEngine()}, "one process too many"),
-        ({"engine": TorchEngine(vision="shared")}, "features are not sent to another process; set engine"),
-        ({"engine": VLLMEngine(tensor_parallel_size=2)}, "tensor_parallel_size=2 of VLLMEngine inside a RemoteEngine"),
+        (
+            {"engine": TorchEngine(vision="shared")},
+            "vision=shared of TorchEngine inside a RemoteEngine: the trainer's features are not sent to another "
+            "process; set vision to engine",
+        ),
         ({"bucket_bytes": 0}, "bucket_bytes=0 must be above 0"),
         ({"timeout": -1}, "timeout=-1 must be above 0"),
         ({"device": "tpu"}, "device='tpu' must be"),

@@ -2,7 +2,8 @@
 
 The trainer's weights are pushed after each update (`remote_weights.py`); requests and responses go over an
 authenticated line (`remote_link.py`). The engine on the other side is any of ours, on its own copy of the weights, and
-decodes without waiting for the trainer (`remote_server.py`).
+decodes without waiting for the trainer (`remote_server.py`). One that is split over devices (`tensor_parallel_size`) is
+as many processes there (`remote_ranks.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rollplex.checks import check_remote
+from rollplex.checks import check_remote, check_remote_adapters
+from rollplex.cores import leave_cores, return_to_cores
 from rollplex.data.records import Request, Rollout
 from rollplex.engines.base import EngineContext, RolloutEngine, WindowState
 from rollplex.engines.remote_link import (
@@ -28,14 +30,19 @@ from rollplex.engines.remote_link import (
     EngineProcess,
     EngineProcessError,
     Place,
+    deadline,
+    of_rank,
     own_host,
+    own_local_rank,
+    own_rank,
+    own_world,
     parse_address,
     read_key,
     receive,
     send,
 )
 from rollplex.engines.remote_messages import EngineState, Refused, Reply, Start, Update, slim
-from rollplex.engines.remote_weights import TRAINER, ModelSpec, WeightChannel, connect, tensors_of
+from rollplex.engines.remote_weights import TRAINER, ModelSpec, WeightChannel, connect, sent, tensors_of
 from rollplex.engines.torch_engine import TorchEngine
 from rollplex.models.split_model import SplitModel
 
@@ -46,16 +53,15 @@ LOOK = 0.1
 
 
 class RemoteEngine(RolloutEngine):
-    """Runs another engine in a process of its own, with its own copy of the weights. One process per trainer rank.
+    """Runs another engine in a process of its own, with its own copy of the weights. One engine per trainer rank.
 
     Args:
-        engine: What generates there; None is `TorchEngine`. `vision: shared` and tensor parallelism stay inside one
-            process and are refused.
-        device: Of the engine process: "cpu", or "cuda:N" as the trainer's process counts. A list gives one for each
-            rank of the machine.
+        engine: What generates there; None is `TorchEngine`. `vision: shared` needs the trainer's process: refused.
+        device: Of the engine process: "cpu", or "cuda:N" as the trainer's process counts; with `tensor_parallel_size` T
+            the T devices from it on. A list gives one for each rank of the machine.
         cores: CPU cores of the engine process; the trainer's process keeps to its others meanwhile. For one rank per
             machine. None leaves both where they are.
-        threads: Intra-op threads of the engine process; None is as many as it has cores.
+        threads: Intra-op threads of an engine process; None shares its cores among the engine's processes.
         address: HOST:PORT of a running server (`python -m rollplex.engines.remote_server`) here or on another machine;
             a list gives one for each rank. None starts a process here, which ends with the trainer's.
         key_file: File with the secret that trainer and server share; None reads ROLLPLEX_ENGINE_KEY. For `address`.
@@ -63,8 +69,6 @@ class RemoteEngine(RolloutEngine):
         start_timeout: Seconds the process and its engine may take to start.
         timeout: Seconds it may take to answer, or to take over weights.
     """
-
-    needs_whole_weights = True
 
     def __init__(
         self,
@@ -101,7 +105,7 @@ class RemoteEngine(RolloutEngine):
 
     def _check(self) -> None:
         inner = "RemoteEngine" if isinstance(self.engine, RemoteEngine) else type(self.engine).__name__
-        check_remote(inner, self.engine.takes_vision, getattr(self.engine, "tensor_parallel_size", 1))
+        check_remote(inner, self.engine.takes_vision)
         for name in ("bucket_bytes", "start_timeout", "timeout", "threads"):
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -133,6 +137,7 @@ class RemoteEngine(RolloutEngine):
         self._dead = None
         self._model: SplitModel = context.model
         self._spec = ModelSpec.of(context.model)
+        check_remote_adapters(self._spec.lora, self._ranks)
         try:
             self._place, self._line = self._launch()
             self._start_engine(context.processor)
@@ -143,10 +148,11 @@ class RemoteEngine(RolloutEngine):
     def _launch(self) -> tuple[Place, Connection]:
         if self.address is not None:
             source = f"key_file={self.key_file!r}" if self.key_file is not None else KEY_VARIABLE
-            place: Place = Elsewhere(_of_rank(self.address, "RANK", "address"), read_key(self.key_file), source)
+            place: Place = Elsewhere(self.address, read_key(self.key_file), source)
         else:
-            place = EngineProcess(device=self._device, cores=self.cores, threads=self.threads)
-            self._leave_cores()
+            place = EngineProcess(device=self._device, cores=self.cores, threads=self.threads, gpus=self._ranks)
+            if self.cores is not None:  # nobody else works there
+                self._affinity = leave_cores(self.cores)
         try:
             return place, place.connect(self.start_timeout)
         except BaseException:
@@ -160,23 +166,19 @@ class RemoteEngine(RolloutEngine):
         start = Start(self.engine, self._spec, processor, self.bucket_bytes, self.timeout, store, nccl)
         port = self._call("start", start, limit=self.start_timeout, phase="the start")
         with self._transfer("the start"):
-            found: Any = dist.FileStore(store, 2) if store else dist.TCPStore(self._place.host, port, None)  # type: ignore[union-attr]
+            members = 1 + self._ranks
+            found: Any = dist.FileStore(store, members) if store else dist.TCPStore(self._place.host, port, None)  # type: ignore[union-attr]
             on = self._model.device if nccl else torch.device("cpu")
             self._weights = connect(
-                found, TRAINER, on, host=own_host(self._line), bucket_bytes=self.bucket_bytes, timeout=self.timeout
-            )
+                found, TRAINER, on, host=own_host(self._line), bucket_bytes=self.bucket_bytes, timeout=self.timeout,
+                ranks=self._ranks,
+            )  # fmt: skip
+        self._reply(limit=self.start_timeout, phase="the start")  # it is ready for the weights
+        with self._transfer("the start"):
             self._push(everything=True)
         self._reply(limit=self.start_timeout, phase="the start")
-
-    def _leave_cores(self) -> None:
-        """Disaggregated is that nobody else works there: this process's threads go to its other cores."""
-        if self.cores is None:
-            return
-        for task in os.listdir("/proc/self/task"):
-            with suppress(ProcessLookupError):
-                before = os.sched_getaffinity(int(task))
-                os.sched_setaffinity(int(task), (before - set(self.cores)) or before)
-                self._affinity[int(task)] = before
+        assert self._place is not None
+        self._place.settled()
 
     def close(self) -> None:
         line, self._line = self._line, None
@@ -189,9 +191,7 @@ class RemoteEngine(RolloutEngine):
             line.close()
         if place is not None:
             place.end()
-        for task, cores in self._affinity.items():
-            with suppress(ProcessLookupError):
-                os.sched_setaffinity(task, cores)
+        return_to_cores(self._affinity)
         self._affinity = {}
 
     # ---- protocol ----
@@ -242,9 +242,15 @@ class RemoteEngine(RolloutEngine):
             self._push(everything=False)
         self._reply(phase="the publication of weights")
 
+    def memory(self) -> dict[str, int]:
+        """State (rollplex.residency) -> bytes on the engine's own device, of its first rank; not while it decodes."""
+        return dict(self._call("memory", phase="a look at its memory"))
+
     def _push(self, *, everything: bool) -> None:
         assert self._weights is not None
-        self.sent_bytes = self._weights.push(tensors_of(self._model, self._spec, everything=everything))
+        sizes = [t.nbytes for kind in sent(self._spec, everything=everything) for t in kind]
+        tensors = tensors_of(self._model, self._spec, everything=everything)
+        self.sent_bytes = self._weights.push(tensors, sizes)
         self.peak_bytes = self._weights.peak_bytes
 
     # ---- the line ----
@@ -254,19 +260,24 @@ class RemoteEngine(RolloutEngine):
         if self._dead is not None:
             raise self._dead
         assert self._line is not None, "the engine is not started, or closed"
+        limit = self.timeout if limit is None else limit
         try:
-            send(self._line, (name, arguments))
+            with deadline(self._line, limit):  # pictures do not fit into the line's buffer
+                send(self._line, (name, arguments))
+        except TimeoutError as error:
+            raise self._failed(f"{self._name} did not take a message within {limit:g} s in {phase}") from error
         except OSError as error:
             raise self._gone(phase) from error
         return self._reply(phase=phase, limit=limit)
 
-    def _reply(self, *, phase: str, limit: float | None = None) -> Any:
+    def _reply(self, *, phase: str, limit: float | None = None, silence: str = "did not answer within {:g} s") -> Any:
+        """The value of the next answer. silence: what an error says when none comes in `limit` seconds."""
         limit = self.timeout if limit is None else limit
         end = time.monotonic() + limit
         while True:
             message = self._receive(max(0.0, end - time.monotonic()), phase=phase)
             if message is None:
-                raise self._failed(f"{self._name} did not answer within {limit:g} s in {phase}")
+                raise self._failed(f"{self._name} {silence.format(limit)} in {phase}")
             if isinstance(message, Update):
                 self._news.append(message)
                 continue
@@ -294,24 +305,31 @@ class RemoteEngine(RolloutEngine):
     @contextmanager
     def _transfer(self, phase: str) -> Iterator[None]:
         """Calls of the weights' group, whose own errors do not say what happened on the other side."""
+        begin = time.monotonic()
         try:
             yield
         except RuntimeError as error:
-            if isinstance(error, EngineProcessError):
-                raise
-            self._reply(phase=phase, limit=5.0)  # what it says, or that it is gone
+            # What it says, or that it is gone, or else that it stands still.
+            silence = f"took no weights for {time.monotonic() - begin:.0f} s and said nothing"
+            self._reply(phase=phase, limit=5.0, silence=silence)
             raise self._failed(f"weights did not reach {self._name} in {phase}: {error}") from error
 
     # ---- errors ----
 
     @property
+    def _ranks(self) -> int:
+        """Processes of the engine."""
+        return getattr(self.engine, "tensor_parallel_size", 1)
+
+    @property
     def _name(self) -> str:
-        where = _of_rank(self.address, "RANK", "address") if self.address else self._device
-        return f"RemoteEngine({type(self.engine).__name__} on {where})"
+        where = of_rank(self.address, own_rank(), "address") if self.address else self._device
+        mine = f" of rank {own_rank()}" if own_world() > 1 else ""
+        return f"RemoteEngine({type(self.engine).__name__} on {where}){mine}"
 
     @property
     def _device(self) -> str:
-        return _of_rank(self.device, "LOCAL_RANK", "device")
+        return of_rank(self.device, own_local_rank(), "device")
 
     def _gone(self, phase: str) -> EngineProcessError:
         fate = self._place.fate() if self._place is not None else "it is closed"
@@ -328,12 +346,3 @@ class RemoteEngine(RolloutEngine):
         error = refused.error or EngineProcessError(f"{self._name} failed in {phase}:\n{refused.text}")
         error.add_note(f"in {phase}, raised by {self._name}:\n{refused.text}")
         return error
-
-
-def _of_rank(value: str | list[str], variable: str, name: str) -> str:
-    if isinstance(value, str):
-        return value
-    rank = int(os.environ.get(variable, "0"))
-    if rank >= len(value):
-        raise ValueError(f"{name}={value} has no entry for rank {rank}: give one for each")
-    return value[rank]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import logging
 import os
 import pickle
 import secrets
@@ -29,12 +30,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+
+log = logging.getLogger(__name__)
 
 KEY_VARIABLE = "ROLLPLEX_ENGINE_KEY"
 """Environment variable that holds the key, where no file does."""
 SHORTEST_KEY = 16
 GRACE = 5.0
 """Seconds that an engine process may take to end by itself."""
+TELL_AFTER = 3.0
+"""Seconds without a server after which somebody who waits is told what for."""
 FOLDER = "rollplex-engine-"
 """How the name of a child's folder begins."""
 
@@ -148,23 +154,48 @@ def own_host(connection: Connection) -> str:
         return str(line.getsockname()[0]) if line.family in (socket.AF_INET, socket.AF_INET6) else "127.0.0.1"
 
 
-class EngineProcess:
-    """A process on this machine that runs the engine server, a child of this one."""
+def of_rank(value: str | list[str], rank: int, name: str) -> str:
+    """A rank's own of a setting that may be a list, one for each."""
+    if isinstance(value, str):
+        return value
+    if rank >= len(value):
+        raise ValueError(f"{name}={value} has no entry for rank {rank}: give one for each")
+    return value[rank]
 
-    def __init__(self, *, device: str, cores: Sequence[int] | None, threads: int | None) -> None:
+
+def own_rank() -> int:
+    """Of the trainer's process; not every launcher says it in the environment."""
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+
+
+def own_world() -> int:
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def own_local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")))
+
+
+class EngineProcess:
+    """A process on this machine that runs the engine server, a child of this one.
+
+    gpus: how many GPUs it sees, of this process's from "cuda:N" on; None: all that this process sees, and it computes
+    on the N-th.
+    """
+
+    def __init__(self, *, device: str, cores: Sequence[int] | None, threads: int | None, gpus: int | None = 1) -> None:
+        environment = _environment(device, gpus)
         self._folder = tempfile.TemporaryDirectory(prefix=FOLDER)  # 0700
         self.address = str(Path(self._folder.name) / "line")
         self._stores = itertools.count()
         self.key = secrets.token_bytes(32)
         command = [sys.executable, "-m", "rollplex.engines.remote_server", "--child", self.address]
         command += ["--parent", str(os.getpid())]
-        command += ["--device", device.partition(":")[0]]
+        command += ["--device", device if gpus is None else device.partition(":")[0]]
         command += ["--threads", str(threads)] if threads else []
         command += ["--cores", ",".join(map(str, cores))] if cores else []
         # In a session of its own: Ctrl-C is for the trainer, which may finish its step first.
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, env=_environment(device), start_new_session=True
-        )
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, start_new_session=True)
         assert self.process.stdin is not None
         with suppress(BrokenPipeError):  # it died at once; `connect` says so
             self.process.stdin.write(self.key)
@@ -184,6 +215,10 @@ class EngineProcess:
             if time.monotonic() > end:
                 raise EngineProcessError(f"the engine process did not come up within {limit:g} s: raise start_timeout")
             time.sleep(0.02)
+
+    def settled(self) -> None:
+        """Both sides have found each other: nothing of it needs to be on disk any more, or is left there by a kill."""
+        self._folder.cleanup()
 
     def _check_alive(self, when: str) -> None:
         if self.process.poll() is not None:
@@ -212,28 +247,40 @@ class EngineProcess:
         self._folder.cleanup()
 
 
-def _environment(device: str) -> dict[str, str]:
-    """Of a child: it sees the one GPU that it is to have, and nothing of the trainer's process group."""
+def _environment(device: str, gpus: int | None) -> dict[str, str]:
+    """Of a child: it sees the GPUs that it is to have, and nothing of the trainer's process group."""
     environment = dict(os.environ)
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "LOCAL_WORLD_SIZE"):
         environment.pop(name, None)
     kind, _, index = device.partition(":")
-    if kind == "cuda" and index:
-        visible = environment.get("CUDA_VISIBLE_DEVICES", "")
-        environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[int(index)] if visible else index
+    if kind == "cuda" and index and gpus is not None:
+        first, visible = int(index), environment.get("CUDA_VISIBLE_DEVICES", "")
+        seen = visible.split(",") if visible else [str(i) for i in range(first + gpus)]
+        if len(seen) < first + gpus:
+            raise ValueError(
+                f"device={device!r} of an engine on {gpus} GPU(s) needs cuda:{first + gpus - 1}, and this process sees "
+                f"{len(seen)} (CUDA_VISIBLE_DEVICES={visible}): set device to an earlier one, or let it see more"
+            )
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(seen[first : first + gpus])
     return environment
 
 
 class Elsewhere:
     """An engine server that somebody else started, at an address."""
 
-    def __init__(self, address: str, key: bytes, source: str) -> None:
-        """source: where the key comes from, for an error."""
-        self.host, self.port = parse_address(address)
+    def __init__(self, address: str | list[str], key: bytes, source: str) -> None:
+        """address: with several ranks a list, one for each. source: where the key comes from, for an error."""
+        if isinstance(address, str) and own_world() > 1:
+            raise ValueError(
+                f"address={address!r} is one server, which serves one rank, and the trainer has {own_world()}: give a "
+                "list with one for each"
+            )
+        self.host, self.port = parse_address(of_rank(address, own_rank(), "address"))
         self.key, self.source = key, source
 
     def connect(self, limit: float) -> Connection:
-        end = time.monotonic() + limit
+        begin = time.monotonic()
+        end, told = begin + limit, False
         while True:
             try:
                 connection = call((self.host, self.port), self.key, end - time.monotonic())
@@ -246,12 +293,22 @@ class Elsewhere:
                 if time.monotonic() + 0.2 > end:  # the next try would have no time to say why
                     raise EngineProcessError(
                         f"no engine server answers at {self.host}:{self.port} ({error}): start `python -m "
-                        f"rollplex.engines.remote_server --address {self.host}:{self.port}` there"
+                        f"rollplex.engines.remote_server --address {self.host}:{self.port}` there. A server serves one "
+                        "run and ends with it: set address to another one for each run and rank"
                     ) from error
+                if not told and time.monotonic() - begin > TELL_AFTER:
+                    told = True
+                    log.warning(
+                        "no engine server answers at %s:%d yet (%s); it has %.0f s (start_timeout)",
+                        self.host, self.port, error, limit,
+                    )  # fmt: skip
                 time.sleep(0.2)
             else:
                 keep_alive(connection)
                 return connection
+
+    def settled(self) -> None:
+        pass
 
     def fate(self) -> str:
         return f"the engine server at {self.host}:{self.port} is gone"

@@ -57,8 +57,27 @@ class Start:
     bucket_bytes: int
     timeout: float
     store: str | None
-    """File in which the two sides of the weights' group find each other; None: the server opens a port."""
+    """File in which trainer and engine ranks find each other for the weights; None: the server opens a port."""
     over_nccl: bool
+
+    @property
+    def ranks(self) -> int:
+        """Of the engine: as many processes, on the server's machine."""
+        return getattr(self.engine, "tensor_parallel_size", 1)
+
+
+@dataclass(frozen=True)
+class Join:
+    """What a further rank of an engine is told by its first one."""
+
+    start: Start
+    rank: int
+    port: int | None
+    """Of the store, where it is no file."""
+    host: str
+    """Where all ranks and the trainer reach each other."""
+    meeting: str
+    """File in which the ranks find each other."""
 
 
 def slim(requests: Sequence[Request]) -> list[Request]:

@@ -8,9 +8,8 @@ serves one trainer and ends with it. Between its commands the engine decodes on 
 from __future__ import annotations
 
 import argparse
-import gc
+import ctypes
 import os
-import pickle
 import select
 import shutil
 import signal
@@ -18,35 +17,17 @@ import socket
 import sys
 import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from contextlib import suppress
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from rollplex.data.records import Rollout
-from rollplex.engines.base import EngineContext, RolloutEngine, WindowState
-from rollplex.engines.remote_link import (
-    FOLDER,
-    GRACE,
-    keep_alive,
-    own_host,
-    parse_address,
-    prove,
-    read_key,
-    receive,
-    send,
-)
-from rollplex.engines.remote_messages import EngineState, Refused, Reply, Start, Update
-from rollplex.engines.remote_weights import ENGINE, ModelSpec, WeightChannel, connect, tensors_of
-from rollplex.models.split_model import SplitModel
+from rollplex.engines.remote_commands import Server
+from rollplex.engines.remote_link import FOLDER, GRACE, keep_alive, parse_address, prove, read_key
 
 PATIENCE = 10.0
 """Seconds that a caller may take to prove that it knows the key."""
@@ -54,146 +35,14 @@ CALLERS = 32
 """Most callers that prove it at once; more wait."""
 
 
-@dataclass
-class Server:
-    """Answers one trainer."""
-
-    connection: Connection
-    device: torch.device
-    engine: RolloutEngine | None = None
-    weights: WeightChannel | None = None
-    model: SplitModel | None = None
-    spec: ModelSpec | None = None
-    commands: dict[str, Callable[..., Any]] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.commands = {
-            "start": self._start, "receive": self._receive, "submit": self._submit, "abort": self._abort,
-            "close": self._close,
-        }  # fmt: skip
-
-    def serve(self) -> None:
-        """Until the trainer says goodbye or is gone."""
-        while True:
-            busy = self.engine is not None and self._state().window is not WindowState.IDLE
-            message = receive(self.connection, 0.0 if busy else None)
-            if message is not None:
-                name, arguments = message
-                if name == "goodbye":
-                    return
-                self._answer(name, arguments)
-            elif busy:
-                self._step()
-
-    def _answer(self, name: str, arguments: tuple[Any, ...]) -> None:
-        try:
-            value = self.commands[name](*arguments)
-        except Exception as error:
-            self._refuse(error)
-        else:
-            send(self.connection, Reply(value, self._state()))
-
-    def _step(self) -> None:
-        engine = self._engine
-        try:
-            finished = tuple(engine.step())
-        except Exception as error:
-            with suppress(Exception):
-                self._engine.abort()  # nothing may go on after it
-            self._refuse(error)
-        else:
-            send(self.connection, Update(finished, self._state()))
-
-    def _refuse(self, error: Exception) -> None:
-        text = traceback.format_exc()
-        try:
-            pickle.loads(pickle.dumps(error))
-        except Exception:
-            sendable = None
-        else:
-            sendable = error
-        send(self.connection, Refused(sendable, text, self._state()))
-
-    def _state(self) -> EngineState:
-        if self.engine is None:
-            return EngineState()
-        try:
-            return EngineState(self.engine.window, self.engine.num_running, self.engine.progress)
-        except Exception:  # of an engine that failed, or is closed
-            return EngineState()
-
-    @property
-    def _engine(self) -> RolloutEngine:
-        assert self.engine is not None, "the engine is not started"
-        return self.engine
-
-    # ---- commands ----
-
-    def _start(self, start: Start) -> None:
-        """Build the model, fill it, and start the engine on it."""
-        self._close()
-        store: Any
-        if start.store is not None:
-            store = dist.FileStore(start.store, 2)
-        else:
-            store = dist.TCPStore(own_host(self.connection), 0, None, is_master=True, wait_for_workers=False)
-        send(self.connection, Reply(getattr(store, "port", None), self._state()))
-        device = self.device if start.over_nccl else torch.device("cpu")
-        with self._in_step():
-            self.weights = connect(
-                store, ENGINE, device, host=own_host(self.connection), bucket_bytes=start.bucket_bytes,
-                timeout=start.timeout,
-            )  # fmt: skip
-            self.spec, self.model = start.model, start.model.build(self.device)
-            self.weights.pull(tensors_of(self.model, self.spec, everything=True))
-        self.engine = start.engine
-        share_weights(self.engine)
-        self.engine.start(EngineContext(model=self.model, processor=start.processor, device=self.device))
-
-    def _receive(self, version: int) -> int:
-        """New weights; returns their bytes."""
-        assert self._engine.window is WindowState.IDLE, "weights may change only between rollouts"
-        assert self.weights is not None and self.model is not None and self.spec is not None
-        send(self.connection, Reply(None, self._state()))  # from here on both sides are in the group's calls
-        with self._in_step():
-            received = self.weights.pull(tensors_of(self.model, self.spec, everything=False))
-        self.model.version = version
-        self._engine.publish(version)
-        return received
-
-    @contextmanager
-    def _in_step(self) -> Iterator[None]:
-        """While both sides are in the group's calls: an error here must not leave the trainer waiting in one."""
-        try:
-            yield
-        except BaseException:
-            self.weights = None
-            gc.collect()
-            raise
-
-    def _submit(self, requests: Sequence[Any]) -> None:
-        self._engine.submit(requests)
-
-    def _abort(self) -> list[Rollout]:
-        return self._engine.abort()
-
-    def _close(self) -> None:
-        engine, self.engine, self.weights, self.model = self.engine, None, None, None
-        if engine is not None:
-            engine.close()
-
-
-def share_weights(engine: RolloutEngine) -> None:
-    """vLLM computes on the received tensors: the process has no other use for them."""
-    from rollplex.engines.vllm_engine import VLLMEngine
-
-    if isinstance(engine, VLLMEngine):
-        from rollplex.engines.vllm_sharing import SharedWeights
-
-        engine.bind(SharedWeights())
-
-
 # ---- the process ----
+
+
+def wake_with_parent() -> None:
+    """Have the system continue this process when its parent ends, should it be stopped (SIGSTOP): it would never see
+    that. On Linux."""
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(1, signal.SIGCONT)  # PR_SET_PDEATHSIG of <linux/prctl.h>
 
 
 def end_with_trainer(connection: Connection, parent: int | None, folder: Path | None = None) -> None:
@@ -311,6 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if child:
             for number in (signal.SIGINT, signal.SIGTERM):  # a scheduler's reaches all processes; the trainer decides
                 signal.signal(number, signal.SIG_IGN)
+            wake_with_parent()
             key = sys.stdin.buffer.read()
         else:
             key, address = read_key(arguments.key_file), parse_address(arguments.address)
@@ -329,12 +179,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not child:
         keep_alive(connection)
     end_with_trainer(connection, arguments.parent, folder)
-    server = Server(connection, arguments.device)
+    server = Server(connection, arguments.device, threads=arguments.threads)
     try:
         server.serve()
     except (EOFError, OSError):  # the trainer is gone
         remove(folder)
-    server._close()
+    server.close()
     connection.close()
     return 0
 

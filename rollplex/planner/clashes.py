@@ -11,6 +11,7 @@ from rollplex.checks import (
     check_engine_degree,
     check_lora_strategy,
     check_remote,
+    check_remote_adapters,
     check_shared_weights,
     check_stage,
     check_takes_prefix,
@@ -74,9 +75,8 @@ def check_clashes(content: Mapping[str, Any], gpus: int, train_tp: int, rollout_
     if engine.like("RemoteEngine"):
         settings = entry.get("init_args") if isinstance(entry, Mapping) else None
         inner = Engine.of((settings or {}).get("engine"))
-        check_remote(
-            "RemoteEngine" if inner.like("RemoteEngine") else inner.name, inner.takes_vision, inner.tensor_parallel_size
-        )
+        check_remote("RemoteEngine" if inner.like("RemoteEngine") else inner.name, inner.takes_vision)
+        check_remote_adapters(model.get("lora"), inner.tensor_parallel_size)
     if sharding.kind == "zero":
         check_stage(sharding.stage)
         check_degrees(sharding.stage, train_tp, Engine(engine.name, engine.kind, engine.takes_vision, rollout_tp))

@@ -20,6 +20,7 @@ from rich.console import Console
 from rollplex.planner import configs, show
 from rollplex.planner.calibrate import Calibration, calibrate
 from rollplex.planner.clashes import check_clashes
+from rollplex.planner.engine_memory import engine_memory
 from rollplex.planner.hardware import gpu_of
 from rollplex.planner.memory import GIB, MemorySettings
 from rollplex.planner.models import model_shape
@@ -95,12 +96,17 @@ def plan_of(options: argparse.Namespace, calibration: Calibration | None = None)
     memory = MemorySettings(
         train_tp=place.train_tp, rollout_tp=place.rollout_tp, data_parallel=place.replicas,
         shard_optimizer=chosen.get("shard_optimizer", False), reference=work.beta > 0,
+        remote_engine=configs.remote_engine_of(content) is not None,
         **{name: chosen[name] for name in MEMORY_FLAGS if name in chosen},
     )  # fmt: skip
     run = _run_settings(content, flags, work, place) if content and _runs(content, place) else None
     rates = replace(Rates(), **calibration.rates) if calibration else None
     plan = make_plan(shape, gpu, place, memory, work, run, rates)
-    return replace(plan, assumptions=_assumptions(content, chosen, plan, calibration))
+    engine = None
+    if memory.remote_engine:
+        settings = run or _run_settings(content, {}, work, place)
+        engine = engine_memory(content, shape, settings, place.gpus, gpu.memory)
+    return replace(plan, assumptions=_assumptions(content, chosen, plan, calibration), engine=engine)
 
 
 def _runs(content: Mapping[str, Any], place: Placement) -> bool:

@@ -74,6 +74,15 @@ def engine_of(content: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def remote_engine_of(content: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
+    """(class, settings) of the engine inside a RemoteEngine; None without one."""
+    entry = strategy_of(content).get("engine")
+    if class_of(entry) != "RemoteEngine":
+        return None
+    inner = arguments_of(entry).get("engine")
+    return class_of(inner), checked(arguments_of(inner), ENGINE)
+
+
 def callbacks_of(content: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Class name -> init_args."""
     entries = trainer_of(content).get("callbacks") or []
@@ -160,7 +169,7 @@ def workload_of(content: Mapping[str, Any]) -> dict[str, Any]:
     }
     if engine.get("kv_cache_memory_bytes"):
         found["kv_pool_gib"] = engine["kv_cache_memory_bytes"] / 1024**3
-    if class_of(strategy_of(content).get("engine")) == "RemoteEngine":
+    if remote_engine_of(content) is not None:
         found["kv_pool_gib"] = 0.0  # it lies on another device
     return {name: value for name, value in found.items() if value is not None}
 
@@ -214,6 +223,11 @@ def _engine(trainer: Mapping[str, Any], settings: Mapping[str, Any], *, on_cpu: 
     name = class_of(arguments_of(trainer.get("strategy")).get("engine"))
     if name == "RemoteEngine":  # its weights and K/V lie on another device
         return {"engine": "remote"}
+    return engine_settings(name, settings, on_cpu=on_cpu)
+
+
+def engine_settings(name: str, settings: Mapping[str, Any], *, on_cpu: bool) -> dict[str, Any]:
+    """As RunSettings has them, of an engine by its class and settings."""
     if "VLLM" not in name:
         found = {"engine": "torch", "releases_kv": bool(settings.get("release_kv_cache", False))}
         return found | {k: settings[k] for k in ("max_num_seqs",) if settings.get(k)}

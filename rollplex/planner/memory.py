@@ -57,6 +57,8 @@ class MemorySettings:
     checkpoint_share: float = 0.25
     """Part of the prefix checkpoints that is on the device; the others wait on the host."""
     reference: bool = True
+    remote_engine: bool = False
+    """The engine computes elsewhere: its weights and its pool are on no GPU of the trainer's."""
 
 
 def states(model: ModelShape, s: MemorySettings) -> list[State]:
@@ -70,18 +72,15 @@ def states(model: ModelShape, s: MemorySettings) -> list[State]:
     checkpoints = s.boundary_tokens * 2 * layers_hidden / s.train_tp
     # Checkpointed: the input of each layer, and one layer's activations.
     micro = s.micro_tokens * (2 * layers_hidden + 34 * model.hidden) / s.train_tp
-    rebuilt = 2 * model.qkv_params / s.rollout_tp if s.train_tp != s.rollout_tp else 0.0
     out = [
-        State("actor weights, engine's layout", 2 * n / s.rollout_tp + 2 * v, ALL, StateClass.REGENERABLE),
-        # By phase the trainer computes on views of the engine's copy, and only what is no view is there twice.
-        State("actor weights, trainer's layout", 2 * n / s.train_tp + 2 * v, frozenset(), StateClass.REGENERABLE),
-        State("actor weights rebuilt for the trainer", rebuilt, ALL - {R}, StateClass.REGENERABLE, naive=False),
+        *_weights(model, s),
         State(GRADIENTS, 4 * (n / s.train_tp + v), frozenset({T, U}), StateClass.PHASE_LOCAL),
         State(
             "float32 masters and moments", optimizer, frozenset({U}), StateClass.PERMANENT,
             min(optimizer, 2 * optimizer / s.update_chunks),
         ),
-        State("rollout KV pool", s.kv_pool_gib * GIB, frozenset({R, PR, PA}), StateClass.PHASE_LOCAL),
+        State("rollout KV pool", 0.0 if s.remote_engine else s.kv_pool_gib * GIB, frozenset({R, PR, PA}),
+              StateClass.PHASE_LOCAL),
         State(ACTOR_KV, kv, frozenset({PA, S, T}), StateClass.BOUNDARY),
         State("prefix checkpoints", checkpoints, frozenset({PA, T}), StateClass.PHASE_LOCAL,
               checkpoints * s.checkpoint_share),
@@ -94,6 +93,21 @@ def states(model: ModelShape, s: MemorySettings) -> list[State]:
         out.append(State(REFERENCE, weights, frozenset({PR, S}), StateClass.REGENERABLE))
         out.append(State(REFERENCE_KV, kv, frozenset({PR, PA, S}), StateClass.BOUNDARY))
     return out
+
+
+def _weights(model: ModelShape, s: MemorySettings) -> list[State]:
+    """Of the actor, as trainer and engine need them on one GPU."""
+    n, v = model.language_params, model.vision_params
+    trainers = 2 * n / s.train_tp + 2 * v
+    if s.remote_engine:
+        return [State("actor weights", trainers, ALL, StateClass.REGENERABLE)]
+    rebuilt = 2 * model.qkv_params / s.rollout_tp if s.train_tp != s.rollout_tp else 0.0
+    return [
+        State("actor weights, engine's layout", 2 * n / s.rollout_tp + 2 * v, ALL, StateClass.REGENERABLE),
+        # By phase the trainer computes on views of the engine's copy, and only what is no view is there twice.
+        State("actor weights, trainer's layout", trainers, frozenset(), StateClass.REGENERABLE),
+        State("actor weights rebuilt for the trainer", rebuilt, ALL - {R}, StateClass.REGENERABLE, naive=False),
+    ]
 
 
 def naive_bytes(all_states: list[State]) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from rollplex.planner.engine_memory import EngineMemory
 from rollplex.planner.fitting import Change, fitting_changes, run_changes
 from rollplex.planner.hardware import Gpu
 from rollplex.planner.memory import GIB, MemorySettings, naive_bytes, stage_bytes, states
@@ -32,6 +33,8 @@ class Plan:
     rates: Rates = field(default_factory=Rates)
     assumptions: tuple[str, ...] = ()
     """What the figures rest on and nobody said."""
+    engine: EngineMemory | None = None
+    """On the engine's own GPUs, where it has some."""
 
     @property
     def ledger(self) -> Ledger:
@@ -72,6 +75,7 @@ class Plan:
             "without_offload_gib": self.without_offload / GIB if self.without_offload is not None else None,
             "stages_gib": {stage.value: size / GIB for stage, size in stage_bytes(self.states).items()},
             "gpu_gib": self.gpu.memory / GIB,
+            "engine_gpus": self._engine_gpus(),
             "fits": self.changes == [],
             "changes": self.advice,
             "layout": {name: size / (2 * self.shape.language_params) for name, size in self.layout.items()},
@@ -80,6 +84,12 @@ class Plan:
             "seconds": {name: time.total for name, time in self.times.items()},
             "assumptions": list(self.assumptions),
         }
+
+    def _engine_gpus(self) -> dict[str, Any] | None:
+        if self.engine is None:
+            return None
+        e = self.engine
+        return {"engines": e.engines, "gpus": e.gpus, "weights_gib": e.weights / GIB, "kv_pool_gib": e.pool / GIB}
 
 
 def make_plan(

@@ -94,7 +94,7 @@ class RunSettings:
     """PrefillReuse: the engine's prompts are the actor's prefixes."""
     prefix_budget_bytes: int | None = None
     engine: str = "torch"
-    """torch, or vllm."""
+    """torch, vllm, or remote: whichever it is, on devices of its own."""
     shared_weights: bool = False
     """vLLM computes with the trainer's tensors."""
     engine_vision: bool = True

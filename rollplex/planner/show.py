@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rollplex.planner.calibrate import Calibration
+from rollplex.planner.engine_memory import EngineMemory
 from rollplex.planner.plan import Plan
 from rollplex.reports.tables import amount, ledger_table, unit_for
 
@@ -49,7 +50,9 @@ def show_plan(plan: Plan, console: Console) -> None:
     else:
         changes = ", ".join(plan.advice or [])
         console.print(f"{as_planned} it does not fit: peak {peak} of {room}; it does with {changes}")
-    if plan.run is None:
+    if plan.engine is not None:
+        _show_engine(plan.engine, plan.gpu.memory, console)
+    elif plan.run is None:
         facts = plan.to_dict()
         shares = ", ".join(f"{name} {100 * share:.1f} %" for name, share in facts["layout"].items())
         console.print(
@@ -62,15 +65,28 @@ def show_plan(plan: Plan, console: Console) -> None:
         console.print("assumed: " + "; ".join(plan.assumptions))
 
 
+def _show_engine(engine: EngineMemory, room: float, console: Console) -> None:
+    """What the engine's own GPUs hold, all phases alike."""
+    unit = unit_for(max(engine.total, 1.0))
+    weights, pool, total, most = (amount(x, unit) for x in (engine.weights, engine.pool, engine.total, room))
+    fits = "it fits" if engine.total <= room else (
+        "it does not fit: set the engine's kv_cache_memory_bytes or max_num_seqs lower, or tensor_parallel_size higher"
+    )  # fmt: skip
+    console.print(
+        f"the engine has GPUs of its own ({engine.engines} x {engine.gpus}, besides the trainer's). Each holds weights "
+        f"{weights} and K/V pool {pool}: {total} of {most}, {fits}"
+    )
+
+
 def _show_residency(plan: Plan, console: Console, unit: tuple[int, str]) -> None:
     """What leaves the device and what stays, in this plan and in what this version does."""
     naive, room = plan.ledger.naive_total(), plan.gpu.memory
     whole = "fits" if naive <= room else "does not fit"
     console.print(f"everything resident at once (naive) {whole}: {amount(naive, unit)} of {amount(room, unit)}")
     if plan.run is None:
+        shared = "" if plan.engine is not None else ", and trainer and engine share one copy of the weights"
         console.print(
-            "By phase: what a phase does not need has left the device, as the callback PhaseOffload does it, and "
-            "trainer and engine share one copy of the weights."
+            f"By phase: what a phase does not need has left the device, as the callback PhaseOffload does it{shared}."
         )
         if plan.place.train_tp > 1:
             console.print(
