@@ -23,7 +23,7 @@ from rollplex.rewards.runner import RewardRunner
 from rollplex.topology import Topology
 from rollplex.updates import BUCKET_BYTES, buckets
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava_onevision", "internvl")
 """transformers' config.model_type of models that tests have trained split."""
 
 LANGUAGE_MODEL = r".*language_model.*\."

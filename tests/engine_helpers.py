@@ -51,15 +51,16 @@ def run(engine: RolloutEngine, requests) -> dict[tuple[int, int], Rollout]:
     return {r.key: r for r in out}
 
 
-def generate(hf, prompt, n: int, eos=None) -> list[int]:
+def generate(hf, prompt, n: int, eos=None, banned=VISION) -> list[int]:
     """Transformers' greedy tokens on a copy of the model with its own attention."""
     hf = copy.deepcopy(hf).eval()
     hf.set_attn_implementation("sdpa")
     hf.generation_config = type(hf.generation_config)(pad_token_id=256, eos_token_id=eos)
     ids = prompt.input_ids[None]
+    types = {"mm_token_type_ids": prompt.mm_token_type_ids[None]} if hf.config.model_type.startswith("qwen") else {}
     out = hf.generate(
-        input_ids=ids, attention_mask=torch.ones_like(ids), mm_token_type_ids=prompt.mm_token_type_ids[None],
-        do_sample=False, max_new_tokens=n, suppress_tokens=list(VISION), **prompt.media,
+        input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=n,
+        suppress_tokens=list(banned), **types, **prompt.media,
     )  # fmt: skip
     return out[0, len(prompt) :].tolist()
 

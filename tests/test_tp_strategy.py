@@ -23,13 +23,16 @@ HERE = Path(__file__).resolve().parent
 
 @pytest.fixture(scope="session")
 def split_folders(tmp_path_factory):
-    """KV heads -> a model that four ranks can share."""
+    """(KV heads, family) -> a model that four ranks can share."""
     from rollplex.models.tiny import build_tiny
 
     root = tmp_path_factory.mktemp("models")
-    return {
-        kv: build_tiny(root / f"kv{kv}", init_std=0.1, seed=1, hidden_size=256, heads=8, kv_heads=kv) for kv in (2, 4)
-    }
+
+    def get(kv: int = 2, family: str = "qwen2_5_vl") -> Path:
+        settings = dict(family=family, init_std=0.1, seed=1, hidden_size=256, heads=8, kv_heads=kv)
+        return build_tiny(root / f"{family}-{kv}", **settings)
+
+    return get
 
 
 def launch(
@@ -67,7 +70,7 @@ def check(reports: list[dict[str, Any]], weights: list[dict[str, torch.Tensor]])
     [(2, 1, 2, 2), (2, 2, 1, 2), (2, 2, 2, 2), (4, 4, 2, 2), (4, 2, 4, 1), (4, 2, 1, 2)],
 )
 def test_degrees_of_trainer_and_engine_are_independent(split_folders, tmp_path, ranks, train_tp, rollout_tp, stage):
-    reports, weights = launch(tmp_path, split_folders[max(2, train_tp)], ranks, train_tp, rollout_tp, stage)
+    reports, weights = launch(tmp_path, split_folders(max(2, train_tp)), ranks, train_tp, rollout_tp, stage)
     check(reports, weights)
     for report in reports:
         classes = report["classes"]
@@ -81,13 +84,24 @@ def test_degrees_of_trainer_and_engine_are_independent(split_folders, tmp_path, 
         assert sum(classes.values()) == report["engine_bytes"]
 
 
+@pytest.mark.parametrize("family", ["llava_onevision", "internvl"])
+@pytest.mark.parametrize(("train_tp", "rollout_tp"), [(1, 2), (2, 1), (2, 2)])
+def test_other_families(split_folders, tmp_path, family, train_tp, rollout_tp):
+    reports, weights = launch(tmp_path, split_folders(2, family), 2, train_tp, rollout_tp, 2)
+    check(reports, weights)
+    for report in reports:
+        assert report["own_bytes"] == report["gathered_bytes"] + report["classes"]["rebuild"]
+        assert report["own_bytes"] < report["engine_bytes"] / 2
+        assert (report["gathered_bytes"] > 0) == (train_tp > rollout_tp)
+
+
 @pytest.mark.parametrize(("train_tp", "rollout_tp"), [(2, 1), (1, 2)])
 def test_shared_weights_are_the_copied_ones(split_folders, tmp_path, train_tp, rollout_tp):
     """The plain twin: every weight gathered and copied after each update."""
     found = {}
     for kind in ("shared", "copied"):
         (tmp_path / kind).mkdir()
-        found[kind] = launch(tmp_path / kind, split_folders[2], 2, train_tp, rollout_tp, 2, kind)
+        found[kind] = launch(tmp_path / kind, split_folders(), 2, train_tp, rollout_tp, 2, kind)
         check(*found[kind])
     for shared, copied in zip(found["shared"][0], found["copied"][0], strict=True):
         assert shared["tokens"] == copied["tokens"]
@@ -97,7 +111,7 @@ def test_shared_weights_are_the_copied_ones(split_folders, tmp_path, train_tp, r
 
 @pytest.mark.parametrize("stage", [0, 2])
 def test_each_data_parallel_rank_has_an_engine_of_its_own(split_folders, tmp_path, stage):
-    reports, weights = launch(tmp_path, split_folders[2], 2, 1, 1, stage)
+    reports, weights = launch(tmp_path, split_folders(), 2, 1, 1, stage)
     check(reports, weights)
     assert [report["own_bytes"] for report in reports] == [0, 0]
     assert reports[0]["tokens"] != reports[1]["tokens"]  # other prompts

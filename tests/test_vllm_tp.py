@@ -19,7 +19,7 @@ pytest.importorskip("vllm")
 HERE = Path(__file__).resolve().parent
 
 
-def launch(folder: Path, ranks: int, weights: str, vision: str = "engine") -> list[dict]:
+def launch(folder: Path, ranks: int, weights: str, vision: str, family: str) -> list[dict]:
     """Reports of the ranks."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     environment = os.environ | {
@@ -27,7 +27,7 @@ def launch(folder: Path, ranks: int, weights: str, vision: str = "engine") -> li
         "PYTHONPATH": f"{HERE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
     }
     done = subprocess.run(
-        [*launcher, str(HERE / "tp_engine.py"), str(folder), weights, vision], env=environment, cwd=HERE.parent,
+        [*launcher, str(HERE / "tp_engine.py"), str(folder), weights, vision, family], env=environment, cwd=HERE.parent,
         capture_output=True, text=True, timeout=400,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
@@ -35,11 +35,19 @@ def launch(folder: Path, ranks: int, weights: str, vision: str = "engine") -> li
 
 
 @pytest.mark.parametrize(
-    ("ranks", "weights", "vision"),
-    [(2, "shared", "engine"), (2, "copied", "engine"), (2, "shared", "shared"), (4, "shared", "engine")],
-)
-def test_ranks_agree_and_equal_the_trainer(tmp_path, ranks, weights, vision):
-    reports = launch(tmp_path, ranks, weights, vision)
+    ("ranks", "weights", "vision", "family"),
+    [
+        (2, "shared", "engine", "qwen2_5_vl"), (2, "copied", "engine", "qwen2_5_vl"),
+        (2, "shared", "shared", "qwen2_5_vl"), (4, "shared", "engine", "qwen2_5_vl"),
+        *(
+            pytest.param(ranks, "shared", vision, family, marks=pytest.mark.slow)
+            for family in ("llava_onevision", "internvl")
+            for ranks, vision in ((2, "engine"), (2, "shared"), (4, "engine"))
+        ),
+    ],
+)  # fmt: skip
+def test_ranks_agree_and_equal_the_trainer(tmp_path, ranks, weights, vision, family):
+    reports = launch(tmp_path, ranks, weights, vision, family)
     for report in reports:
         for state in ("before", "after"):
             assert all(report[state]["greedy_equal"]), (report["rank"], state)

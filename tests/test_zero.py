@@ -20,7 +20,20 @@ import zero_runs as z
 from helpers import relative_error
 from lightning.pytorch import Callback
 from runs import largest_difference, run, same_bits, weights
-from zero_cases import CHECKPOINTED, FAMILIES, FOUR, LOSSES, OF_FAMILY, PAIR, QUICK, SOLO, STAGES, VISION, ZERO
+from zero_cases import (
+    CHECKPOINTED,
+    FAMILIES,
+    FOUR,
+    LOSSES,
+    OF_FAMILY,
+    PAIR,
+    QUICK,
+    SOLO,
+    STAGES,
+    TENSOR_FAMILIES,
+    VISION,
+    ZERO,
+)
 
 from rollplex import RollplexDeepSpeedStrategy
 from rollplex import deepspeed_checkpoints as checkpoints
@@ -290,7 +303,7 @@ def test_split_prefix_and_suffix_passes_give_the_whole_gradient(pair, plain_grad
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", TENSOR_FAMILIES)
 def test_the_whole_gradient_of_other_families(pair, family, tmp_path):
     """Qwen3-VL has norms of single heads, whose gradients are parts of the whole on each rank."""
     from rollplex.models.tiny import build_tiny

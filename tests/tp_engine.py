@@ -9,13 +9,13 @@ from pathlib import Path
 
 import torch
 from engine_helpers import generate, requests_for, run, trainer_logps
-from helpers import make_prompt, picture
+from families import encoded
 from test_vllm_engine import changed_weights, vllm_model
 
 from rollplex.data.records import SamplingParams
 from rollplex.engines import EngineContext, VLLMEngine, WindowState
 from rollplex.engines.vllm_split import SplitWeights
-from rollplex.models.qwen2_5_vl import Qwen2_5VL
+from rollplex.models.registry import split
 from rollplex.models.tiny import build_tiny_in_memory
 
 LENGTH = 12
@@ -29,7 +29,7 @@ def storages(tensors) -> dict[int, int]:
 def compare(actor, engine, prompts) -> dict:
     """Greedy tokens against transformers', sampled log-probs against the trainer's."""
     greedy = run(engine, requests_for(prompts, SamplingParams(max_tokens=LENGTH, temperature=0.0)))
-    expected = [generate(actor.hf, p, LENGTH) for p in prompts]
+    expected = [generate(actor.hf, p, LENGTH, banned=actor.banned_token_ids) for p in prompts]
     sampled = run(engine, requests_for(prompts, SamplingParams(max_tokens=LENGTH), g=3, seed=7))
     error = max(float((r.logps - trainer_logps(actor, prompts[r.group], r, 1.0)).abs().max()) for r in sampled.values())
     return {
@@ -49,11 +49,11 @@ def abort_in_the_middle(engine, prompts) -> list[int]:
     return lengths
 
 
-def main(out: str, weights: str, vision: str) -> None:
+def main(out: str, weights: str, vision: str, family: str) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
-    hf, processor = build_tiny_in_memory(init_std=0.1, seed=1, hidden_size=256, heads=8, kv_heads=2)
-    actor = Qwen2_5VL(hf.train())
+    hf, processor = build_tiny_in_memory(family=family, init_std=0.1, seed=1, hidden_size=256, heads=8, kv_heads=2)
+    actor = split(hf.train())
     engine = VLLMEngine(
         max_model_len=512, max_num_seqs=32, block_size=32, kv_cache_memory_bytes=64 * 1024**2, vision=vision,
         tensor_parallel_size=world,
@@ -62,12 +62,7 @@ def main(out: str, weights: str, vision: str) -> None:
     if weights == "shared":
         engine.bind(binding)
     engine.start(EngineContext(model=actor, processor=processor, device=torch.device("cpu")))
-    prompts = [
-        make_prompt(processor, "plain question", name="text"),
-        make_prompt(processor, "one", name="one", images=[picture(56, 84)]),
-        make_prompt(processor, "two", name="two", images=[picture(56, 84, 1), picture(140, 56, 2)]),
-        make_prompt(processor, "film", name="film", video_frames=6, fps=0.5),
-    ]
+    prompts = encoded(processor, ["text", "picture", "two pictures", "video"])
     report = {"rank": rank, "before": compare(actor, engine, prompts)}
     engine_tensors = [p.data for p in vllm_model(engine).parameters()]
     trainer = storages(p.data for p in hf.parameters())

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from engine_helpers import generate, requests_for
-from helpers import make_prompt, picture
+from families import encoded
 from runs import run
 from test_vllm_engine import vllm_model
 
@@ -41,11 +41,7 @@ class Watch(PhaseCallback):
         self.report: dict[str, Any] = {"greedy": [], "hidden": 0, "steps": [], "copied": []}
 
     def on_train_start(self, trainer, pl_module):
-        self.prompts = [
-            make_prompt(pl_module.processor, "plain question", name="text"),
-            make_prompt(pl_module.processor, "one", name="one", images=[picture(56, 84)]),
-            make_prompt(pl_module.processor, "two", name="two", images=[picture(56, 84, 1), picture(140, 56, 2)]),
-        ]
+        self.prompts = encoded(pl_module.processor, ["text", "picture", "two pictures"])
         self._account(trainer, pl_module)
         self._compare(trainer, pl_module)
 
@@ -75,7 +71,7 @@ class Watch(PhaseCallback):
             requests_for(prompts, SamplingParams(max_tokens=LENGTH, temperature=0.0)), collect
         )
         whole = trainer.strategy.whole_model()
-        expected = [generate(whole.hf, p, LENGTH) for p in prompts]
+        expected = [generate(whole.hf, p, LENGTH, banned=whole.banned_token_ids) for p in prompts]
         self.report["greedy"].append([done.get((b, 0)) == ids for b, ids in enumerate(expected)])
         self.report.setdefault("tokens", []).append([done.get((b, 0)) for b in range(len(prompts))])
 

@@ -43,6 +43,7 @@ def check_tiles(prompt: Prompt, processor: Any, *, images: int, frames: Sequence
     images: how many there must be; frames: of each video.
     """
     media, types = prompt.media, prompt.mm_token_type_ids
+    _check_sides(media, processor)
     counts = {kind: int((types == code).sum()) for kind, code in (("image", IMAGE), ("video", VIDEO))}
     if "image_sizes" in media or "pixel_values_videos" in media:
         wanted = _anyres(media, processor, images, len(frames))
@@ -57,6 +58,18 @@ def check_tiles(prompt: Prompt, processor: Any, *, images: int, frames: Sequence
         raise ValueError(
             f"the prompt has {got[0]} image and {got[1]} video tokens; its media have {wanted[0]} and {wanted[1]}"
         )
+
+
+def _check_sides(media: Any, processor: Any) -> None:
+    """Frames of a video come from another processor than pictures, with a size of its own."""
+    size = processor.image_processor.size
+    wanted = (size["height"], size["width"])
+    for name in ("pixel_values", "pixel_values_videos"):
+        if name in media and tuple(media[name].shape[-2:]) != wanted:
+            raise ValueError(
+                f"{name} are {media[name].shape[-2]} x {media[name].shape[-1]} pixels, and the model's tiles "
+                f"{wanted[0]} x {wanted[1]}: set the size in the checkpoint's video_preprocessor_config.json"
+            )
 
 
 def _anyres(media: Any, processor: Any, images: int, videos: int) -> tuple[int, int]:

@@ -26,6 +26,7 @@ from rollplex.engines.text import Detokenizer
 from rollplex.engines.vllm_kv import HeldStates, KVMemory
 from rollplex.engines.vllm_outputs import ResponseReader
 from rollplex.engines.vllm_weights import CopiedWeights, WeightBinding
+from rollplex.models.registry import check_vllm
 from rollplex.models.split_model import SplitModel
 
 CPU_KV_BYTES = 512 * 1024**2
@@ -119,7 +120,7 @@ class VLLMEngine(HeldStates, RolloutEngine):
         vllm_patches.check_version()
         if context.shards is None:
             vllm_patches.check_processes(self.tensor_parallel_size)
-        vllm_inputs.check_support(context.model, self.takes_vision, self.tensor_parallel_size)
+        check_vllm(context.model.config, self.tensor_parallel_size)
         vllm_patches.set_environment()
         self._tokenizer = getattr(context.processor, "tokenizer", context.processor)
         self._model: SplitModel = context.model
@@ -155,8 +156,7 @@ class VLLMEngine(HeldStates, RolloutEngine):
             vllm_patches.count_ranks_without_compiler()
             vllm_patches.leave_global_generator_alone(runner.sampler)
         self._converter = vllm_inputs.PromptConverter(engine.vllm_config, self._model, embed=self.takes_vision)
-        if engine.vllm_config.model_config.uses_mrope:
-            vllm_patches.use_positions(runner.model, self._converter.positions)
+        self._converter.attach(runner.model)
         self._reader = ResponseReader(engine.output_processor, Detokenizer(self._tokenizer))
         self._kv = KVMemory(engine, runner.kv_caches, on_cpu=self._on_cpu)
         self._own_weights = vllm_weights.own_tensors(runner.model, self._model, getattr(self._weights, "buffers", ()))

@@ -6,13 +6,14 @@ Shape legend: P prompt tokens.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rollplex.data.records import Prompt, Request, SamplingParams
+from rollplex.engines import vllm_patches
 from rollplex.engines.sampling import check_request
 from rollplex.models.split_model import Kind, SplitModel
 from rollplex.models.vision import VisionState
@@ -37,25 +38,6 @@ def embeds_arguments(source: SplitModel) -> dict[str, Any]:
     """Of vLLM's EngineArgs, for one that gets features: with a limit of 0 it builds no vision tower."""
     limits = {"limit_mm_per_prompt": {"image": 0, "video": 0}} if source.support.towerless else {}
     return {"enable_mm_embeds": True} | limits
-
-
-def check_support(source: SplitModel, shared_vision: bool, tensor_parallel_size: int) -> None:
-    """Raises ValueError for what vLLM has no way to do with the family."""
-    if source.engine_refusal is not None:
-        raise ValueError(
-            f"vLLM does not compute what the config of model_type={source.model_type!r} says: {source.engine_refusal}; "
-            "use TorchEngine"
-        )
-    if shared_vision and not source.support.shared_vision:
-        raise ValueError(
-            f"vision=shared is not possible with model_type={source.model_type!r}: vLLM's model of it takes features "
-            "of equal length alone, and pictures differ. Set vision: engine"
-        )
-    if tensor_parallel_size > 1 and not source.support.tensor_parallel:
-        raise ValueError(
-            f"tensor_parallel_size={tensor_parallel_size} needs a layout table for model_type={source.model_type!r} "
-            "(rollplex.weights.families), and there is none; set it to 1"
-        )
 
 
 def sampling_params(params: SamplingParams, seed: int, always_banned: Iterable[int]) -> Any:
@@ -104,10 +86,19 @@ class PromptConverter:
         from vllm.multimodal import MULTIMODAL_REGISTRY
 
         self._fields = MULTIMODAL_REGISTRY.create_processor(vllm_config.model_config)._get_mm_fields_config
+        self._uses_mrope = vllm_config.model_config.uses_mrope
         self._source = source
         # The tower runs on the rollout lane: on a module tree of its own over the trainer's tensors.
         self._tower = source.alias() if embed else None
+        self._by_item = embed and source.support.features_by_item
         self._positions: dict[tuple[Any, ...], tuple[Tensor, int]] = {}
+
+    def attach(self, model: Any) -> None:
+        """Let vLLM's model take what is converted here."""
+        if self._uses_mrope:
+            vllm_patches.use_positions(model, self.positions)
+        if self._by_item:
+            vllm_patches.take_features(model)
 
     def convert(self, prompt: Prompt, features: VisionState | None = None) -> Any:
         """A text or multimodal input whose token ids are the prompt's own, unexpanded and untokenised by vLLM.
@@ -121,7 +112,7 @@ class PromptConverter:
         if not prompt.media:
             return tokens_input(prompt_token_ids=ids)
         media = self._media(prompt, features)
-        items = MultiModalKwargsItems.from_hf_inputs(media, self._fields(media, {}))
+        items = MultiModalKwargsItems.from_hf_inputs(media, self._fields_of(media))
         places: dict[str, Any] = {
             modality: [
                 PlaceholderRange(offset=first, length=end - first, is_embed=is_embed)
@@ -137,6 +128,14 @@ class PromptConverter:
         positions_31P, next_position_1 = self._source.positions([prompt])
         self._positions[_layout(len(ids), where)] = (positions_31P[:, 0], int(next_position_1) - len(ids))
         return mm_input(prompt_token_ids=ids, mm_kwargs=items, mm_hashes=hashes, mm_placeholders=places)
+
+    def _fields_of(self, media: Mapping[str, Any]) -> Any:
+        """How each of `media` is made of items."""
+        from vllm.multimodal.inputs import MultiModalFieldConfig
+
+        if not self._by_item:
+            return self._fields(media, {})
+        return {name: MultiModalFieldConfig.batched(name.removesuffix("_embeds")) for name in media}
 
     def _media(self, prompt: Prompt, features: VisionState | None) -> Any:
         source = self._source

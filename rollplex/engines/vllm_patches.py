@@ -131,6 +131,22 @@ def use_positions(model: Any, positions: Callable[[Sequence[int], Sequence[Any]]
     model.get_mrope_input_positions = positions
 
 
+def take_features(model: Any) -> None:
+    """Let vLLM's model take features of pictures and videos as they come, one tensor each.
+
+    Cause: those of LLaVA-OneVision and InternVL (vllm/model_executor/models/llava_onevision.py and interns1.py:
+    ...EmbeddingInputs) take features of equal length alone, and pictures are cut into as many tiles as their shape
+    asks for; the first knows no features of videos.
+    """
+    assert callable(model.embed_multimodal)
+
+    def embed_multimodal(**inputs: Any) -> list[Tensor]:
+        (features,) = inputs.values()  # vLLM calls for items of one kind
+        return list(features)
+
+    model.embed_multimodal = embed_multimodal
+
+
 def count_ranks_without_compiler() -> None:
     """Let the rank of a sampled token be counted eagerly.
 

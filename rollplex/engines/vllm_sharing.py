@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rollplex.engines.vllm_weights import engine_name, wanted
+from rollplex.engines.vllm_weights import engine_name, present, wanted
 from rollplex.models.lora import MergedWeights, is_adapter, plain_name
 from rollplex.models.split_model import SplitModel
 
@@ -39,7 +39,7 @@ def whole_views(model: nn.Module, source: SplitModel, own: Mapping[str, Tensor])
     tensors = {plain_name(name): p.detach() for name, p in everything if not is_adapter(name)} | dict(own)
     tensors = {engine_name(name, source): t for name, t in tensors.items()}
     found = {}
-    for name, _ in model.named_parameters():
+    for name, _ in present(model):
         sources = _sources(name)
         unknown = [s for s in sources if s not in tensors]
         if unknown:
@@ -79,7 +79,7 @@ class SharedWeights:
         if unused:
             raise ValueError(f"weights cannot be shared: vLLM's model has no place for {', '.join(unused)}")
         modules = dict(model.named_modules())
-        for name, parameter in model.named_parameters():
+        for name, parameter in present(model):
             _check_shape(name, parameter, self._views[name], modules[name.rpartition(".")[0]])
         bind(model, self._views)
         return self._merged.nbytes

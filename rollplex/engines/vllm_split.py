@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rollplex.engines.vllm_sharing import bind, check_shared
-from rollplex.engines.vllm_weights import wanted
+from rollplex.engines.vllm_weights import is_blind, present, wanted
 from rollplex.models.split_model import SplitModel
 from rollplex.weights.audit import audit
 from rollplex.weights.families import Heads
@@ -92,7 +92,7 @@ def make_plan(model: nn.Module, source: SplitModel, tp: int) -> LayoutPlan:
     return plan_layout(
         config.model_type, whole_shapes(model, source), Heads.of(config), rollout_tp=tp, train_tp=train_tp,
         train_vocab="whole", engine_pads=tp > 1,
-        vision="weights" if any(name.startswith("visual.") for name, _ in model.named_parameters()) else "none",
+        vision="none" if is_blind(model) else "weights",
         padded_vocab=all(_has_room(p) for name, p in found.items() if name.endswith(VOCABULARY)),
     )  # fmt: skip
 
@@ -103,12 +103,13 @@ def whole_shapes(model: nn.Module, source: SplitModel) -> dict[str, tuple[tuple[
     return {
         name: (tuple(p.shape) if shards is None else shards.whole_shape(name, p), p.dtype)
         for name, p in wanted(model, source)
+        if not name.startswith(source.unread)
     }
 
 
 def _engine_shapes(plan: LayoutPlan, model: nn.Module) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Of vLLM's parameters. The padding of one rank's vocabulary is never looked up, and its logits are cut off."""
-    found = shapes_of(model.named_parameters())
+    found = shapes_of(present(model))
     if plan.rollout_tp == 1:
         for entry in plan.on(0):
             shape, dtype = found.get(entry.name, ((), None))

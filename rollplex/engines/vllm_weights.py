@@ -39,10 +39,20 @@ class WeightBinding(Protocol):
 def wanted(model: nn.Module, source: SplitModel) -> Iterator[tuple[str, Tensor]]:
     """The trainer's weights, tied ones once; without the vision tower where vLLM's model has none. Adapters are merged,
     one layer at a time."""
-    blind = not any(name.startswith(TOWERS) for name, _ in model.named_parameters())
-    vision = {id(p) for p in source.vision_parameters}
+    vision, blind = {id(p) for p in source.vision_parameters}, is_blind(model)
     hidden = {lora.plain_name(n) for n, p in source.hf.named_parameters() if blind and id(p) in vision}
     return ((name, t) for name, t in lora.whole_weights(source.hf) if name not in hidden)
+
+
+def present(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """vLLM's parameters by name, but those without storage: what stands beside a tower that is left out (the
+    image_newline of LLaVA-OneVision)."""
+    return ((name, p) for name, p in model.named_parameters() if not p.is_meta)
+
+
+def is_blind(model: nn.Module) -> bool:
+    """Whether vLLM's model has no vision tower."""
+    return not any(name.startswith(TOWERS) for name, _ in present(model))
 
 
 def engine_name(name: str, source: SplitModel) -> str:
@@ -59,7 +69,8 @@ def own_tensors(model: nn.Module, source: SplitModel, buffers: Sequence[Tensor] 
     buffers: what a binding holds besides parameters.
     """
     theirs = {p.untyped_storage().data_ptr() for p in source.hf.parameters()}
-    mine = {t.untyped_storage().data_ptr(): t.detach() for t in (*model.parameters(), *buffers) if t.numel()}
+    held = (*(p for _, p in present(model)), *buffers)
+    mine = {t.untyped_storage().data_ptr(): t.detach() for t in held if t.numel()}
     own = [t for address, t in mine.items() if address not in theirs]
     return own, sum(t.nbytes for t in own)
 
@@ -71,7 +82,7 @@ class CopiedWeights:
         self._model: Any = model
         self._source = source
         copied, filled = self._copy()
-        empty = sorted({name for name, _ in model.named_parameters()} - filled)
+        empty = sorted({name for name, _ in present(model)} - filled)
         if empty:
             raise RuntimeError(f"vLLM's model has parameters that no tensor of the trainer's fills: {empty}")
         return copied

@@ -7,7 +7,7 @@ Shape legend: I vision tokens, H hidden size.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,16 +21,16 @@ from rollplex.models.support import Support
 
 class InternVL(ScatteredVision):
     model_type = "internvl"
-    support = Support(video="as pictures", shared_vision=False, tensor_parallel=False)
+    support = Support(video="as pictures", features_by_item=True)
     media_names: ClassVar[Mapping[str, tuple[str, ...]]] = {"image": ("pixel_values",)}
 
     @property
     def banned_token_ids(self) -> tuple[int, ...]:
         return (self.config.image_token_id,)
 
-    @property
-    def engine_refusal(self) -> str | None:
-        layer, strategy = self.config.vision_feature_layer, self.config.vision_feature_select_strategy
+    @staticmethod
+    def engine_refusal(config: Any) -> str | None:
+        layer, strategy = config.vision_feature_layer, config.vision_feature_select_strategy
         if (layer, strategy) == (-1, "default"):
             return None
         return f"vision_feature_layer={layer}, vision_feature_select_strategy={strategy!r} (it takes -1 and default)"
@@ -50,8 +50,9 @@ class InternVL(ScatteredVision):
         vision = self.config.vision_config
         return {"pixel_values": torch.zeros(1, vision.num_channels, *vision.image_size)}
 
-    def engine_media(self, prompt: Prompt, features: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        assert features is None, "vLLM's model takes features of equal length alone, and pictures differ"
+    def engine_media(self, prompt: Prompt, features: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
+        if features is not None:
+            return super().engine_media(prompt, features)
         sizes = self.item_tokens(prompt, "image")
         per_tile = self.config.image_seq_length
         return {

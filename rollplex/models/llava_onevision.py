@@ -44,7 +44,7 @@ class FeatureCalls:
 
 class LlavaOnevision(ScatteredVision):
     model_type = "llava_onevision"
-    support = Support(shared_vision=False, tensor_parallel=False)
+    support = Support(features_by_item=True)
     media_names: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "image": ("pixel_values", "image_sizes", "batch_num_images"), "video": ("pixel_values_videos",),
     }  # fmt: skip
@@ -60,9 +60,9 @@ class LlavaOnevision(ScatteredVision):
     def banned_token_ids(self) -> tuple[int, ...]:
         return (self.config.image_token_id, self.config.video_token_id)
 
-    @property
-    def engine_refusal(self) -> str | None:
-        aspect = self.config.vision_aspect_ratio
+    @staticmethod
+    def engine_refusal(config: Any) -> str | None:
+        aspect = config.vision_aspect_ratio
         return None if aspect == "anyres_max_9" else f"vision_aspect_ratio={aspect!r} (it takes anyres_max_9)"
 
     @property
@@ -134,8 +134,7 @@ class LlavaOnevision(ScatteredVision):
         tiles = torch.zeros(2, 1, channels, side, side)
         return {"pixel_values": tiles, "image_sizes": sizes, "batch_num_images": torch.tensor([2])}
 
-    def engine_media(self, prompt: Prompt, features: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        assert features is None, "vLLM's model takes features of equal length alone, and pictures differ"
-        media = super().engine_media(prompt)
+    def engine_media(self, prompt: Prompt, features: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
+        media = super().engine_media(prompt, features)
         media.pop("batch_num_images", None)
         return media

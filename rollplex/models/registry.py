@@ -11,6 +11,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 
 from rollplex.models.internvl import InternVL
 from rollplex.models.llava_onevision import LlavaOnevision
+from rollplex.models.processors import check_processor
 from rollplex.models.qwen2_5_vl import Qwen2_5VL
 from rollplex.models.qwen2_vl import Qwen2VL
 from rollplex.models.qwen3_vl import Qwen3VL
@@ -46,6 +47,22 @@ def family_of(model_type: str) -> type[SplitModel]:
     return FAMILIES[model_type]
 
 
+def check_vllm(config: Any, tensor_parallel_size: int) -> None:
+    """ValueError for what vLLM has no way to do with the model of this config."""
+    family = family_of(config.model_type)
+    refusal = family.engine_refusal(config)
+    if refusal is not None:
+        raise ValueError(
+            f"vLLM does not compute what the config of model_type={family.model_type!r} says: {refusal}; use "
+            "TorchEngine"
+        )
+    if tensor_parallel_size > 1 and not family.support.tensor_parallel:
+        raise ValueError(
+            f"tensor_parallel_size={tensor_parallel_size} needs a layout table for model_type={family.model_type!r} "
+            "(rollplex.weights.families), and there is none; set it to 1"
+        )
+
+
 def check_folder(path: str) -> None:
     """A readable message before anything slow, instead of a failed download."""
     if not (Path(path) / "config.json").is_file():
@@ -65,8 +82,18 @@ def load_hf(path: str, dtype: str) -> Any:
 
 
 def load_processor(path: str) -> Any:
+    """The folder's processor. ValueError where there is none, or not that of the folder's model."""
     check_folder(path)
-    return AutoProcessor.from_pretrained(path)
+    config: Any = AutoConfig.from_pretrained(path)
+    try:
+        processor = AutoProcessor.from_pretrained(path)
+    except Exception as error:  # another family's tokenizer lacks attributes, a missing file is an OSError, ...
+        raise ValueError(
+            f"model={path!r}: transformers makes no processor of the files there ({type(error).__name__}: "
+            f"{str(error).strip()[:300]}). Put the files of the checkpoint's own processor and tokenizer there"
+        ) from error
+    check_processor(processor, config, path)
+    return processor
 
 
 def split(hf: Any, **options: Any) -> SplitModel:
@@ -88,7 +115,7 @@ def family_table() -> str:
     rows = [head, ["---"] * len(head)]
     for name, family in FAMILIES.items():
         s = family.support
-        vision = ("yes" if s.towerless else "yes, keeps its tower") if s.shared_vision else "no"
+        vision = "yes" if s.towerless else "yes, keeps its tower"
         more = (s.vllm, s.shared_weights)
         words = ["yes", *("yes" if x else "no" for x in more), vision, s.video]
         words += ["yes" if s.tensor_parallel else "no"]

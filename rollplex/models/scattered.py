@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from rollplex.data.records import Prompt
 from rollplex.models.attention import STATE_KEYWORD
 from rollplex.models.prefix import RecordPrefix
-from rollplex.models.split_model import Part, SplitModel
+from rollplex.models.split_model import Kind, Part, SplitModel
 from rollplex.models.vision import TYPE_IDS
 
 TEXT_MODELS = ("qwen2", "qwen3", "llama")
@@ -43,6 +43,13 @@ class ScatteredVision(SplitModel):
     @property
     def language_model(self) -> nn.Module:
         return self.hf.model.language_model
+
+    def engine_media(self, prompt: Prompt, features: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
+        """Features are a list: (tokens, H) of each picture or video."""
+        if features is None:
+            return super().engine_media(prompt)
+        kinds: dict[str, Kind] = {"image_embeds": "image", "video_embeds": "video"}
+        return {name: list(found.split(self.item_tokens(prompt, kinds[name]))) for name, found in features.items()}
 
     def compute_positions(self, prompt: Prompt) -> Tensor:
         return torch.arange(len(prompt)).expand(3, -1)

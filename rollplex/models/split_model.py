@@ -138,7 +138,7 @@ class SplitModel(ABC):
     def item_tokens(self, prompt: Prompt, kind: Kind) -> list[int]:
         """How many tokens each picture (or video) of a prompt has, in order."""
 
-    def engine_media(self, prompt: Prompt, features: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    def engine_media(self, prompt: Prompt, features: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
         """The prompt's media on the CPU under the names vLLM reads them by; with `features` (of one prompt, as in
         `vision_embeddings`) in the place of pixels."""
         media = {name: tensor.cpu() for name, tensor in prompt.media.items()}
@@ -146,9 +146,9 @@ class SplitModel(ABC):
             return media
         return {name: t for name, t in media.items() if not name.startswith("pixel_values")} | dict(features)
 
-    @property
-    def engine_refusal(self) -> str | None:
-        """What of the config vLLM's model of the family does not read, and computes otherwise."""
+    @staticmethod
+    def engine_refusal(config: Any) -> str | None:
+        """What of the model's config vLLM's model of the family does not read, and computes otherwise."""
         return None
 
     @property

@@ -17,8 +17,8 @@ class Support:
     shared_weights: bool = True
     """vLLM can compute on the trainer's tensors (`SharedWeights`)."""
 
-    shared_vision: bool = True
-    """vLLM takes features in the place of pixels (`vision: shared`)."""
+    features_by_item: bool = False
+    """With `vision: shared` vLLM gets a tensor for each picture or video, and no method of its model reads them."""
 
     towerless: bool = True
     """A vLLM that gets features can do without a tower. Qwen3-VL's forgets its DeepStack layers with it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rollplex.checks import (
@@ -26,7 +27,7 @@ from rollplex.planner.configs import (
     strategy_of,
 )
 from rollplex.planner.names import class_at
-from rollplex.tensor_parallel import check_degrees
+from rollplex.tensor_parallel import check_degrees, check_model
 from rollplex.topology import Topology
 
 TORCH_ENGINE = "rollplex.engines.TorchEngine"
@@ -67,14 +68,40 @@ class Data:
     further_prompts: bool = True
 
 
+def check_model_folder(path: str, content: Mapping[str, Any], gpus: int, train_tp: int, rollout_tp: int) -> None:
+    """ValueError for what the run finds out of the model's folder, before it loads a weight. A name of the planner's
+    table is none."""
+    from transformers import AutoConfig
+
+    from rollplex.models.registry import check_vllm, family_of, load_processor
+
+    if not (Path(path) / "config.json").is_file():
+        return
+    config: Any = AutoConfig.from_pretrained(path)
+    family_of(config.model_type)
+    load_processor(path)
+    entry = strategy_of(content).get("engine")
+    inner = Engine.of(_inner(entry))
+    for engine, degree in ((Engine.of(entry), rollout_tp), (inner, inner.tensor_parallel_size)):
+        if engine.like("VLLMEngine"):
+            check_vllm(config, degree)
+    if sharding_of(content).kind == "zero":  # other strategies run no degrees: flags say those of a cluster
+        check_model(config, Topology(gpus, train_tp, rollout_tp))
+
+
+def _inner(entry: Any) -> Any:
+    """The engine that a RemoteEngine runs."""
+    settings = entry.get("init_args") if isinstance(entry, Mapping) else None
+    return (settings or {}).get("engine")
+
+
 def check_clashes(content: Mapping[str, Any], gpus: int, train_tp: int, rollout_tp: int) -> None:
     """ValueError for what the run would refuse. The degrees are the config's, or those of flags."""
     sharding, strategy, model = sharding_of(content), strategy_of(content), model_of(content)
     entry, callbacks = strategy.get("engine"), callbacks_of(content)
     engine = Engine.of(entry)
     if engine.like("RemoteEngine"):
-        settings = entry.get("init_args") if isinstance(entry, Mapping) else None
-        inner = Engine.of((settings or {}).get("engine"))
+        inner = Engine.of(_inner(entry))
         check_remote("RemoteEngine" if inner.like("RemoteEngine") else inner.name, inner.takes_vision)
         check_remote_adapters(model.get("lora"), inner.tensor_parallel_size)
     if sharding.kind == "zero":

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from rollplex.planner import configs, show
 from rollplex.planner.calibrate import Calibration, calibrate
-from rollplex.planner.clashes import check_clashes
+from rollplex.planner.clashes import check_clashes, check_model_folder
 from rollplex.planner.engine_memory import engine_memory
 from rollplex.planner.hardware import gpu_of
 from rollplex.planner.memory import GIB, MemorySettings
@@ -91,6 +91,8 @@ def plan_of(options: argparse.Namespace, calibration: Calibration | None = None)
         check_clashes(content, place.gpus, place.train_tp, place.rollout_tp)
     work = Workload(**{name: chosen[name] for name in (*WORK_FLAGS, *FROM_CONFIG) if name in chosen})
     shape, gpu = model_shape(chosen["model"]), gpu_of(options.gpu, options.gpus_file)
+    if content:
+        check_model_folder(chosen["model"], content, place.gpus, place.train_tp, place.rollout_tp)
     if content and {"prompts", "prompt_tokens"} <= chosen.keys():
         chosen.setdefault("boundary_tokens", -(-work.prompts // place.replicas) * work.prompt_tokens)
     memory = MemorySettings(

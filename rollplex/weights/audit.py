@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from itertools import pairwise
 
+from rollplex.weights.families import TRAINER_TOWERS
 from rollplex.weights.layout import CLASSES, Entry, LayoutPlan, Part, Shapes
 from rollplex.weights.shards import Span
 
@@ -43,7 +44,7 @@ def _source_faults(plan: LayoutPlan, trainer_shapes: Shapes) -> Iterable[str]:
     for name, (shape, dtype) in trainer_shapes.items():
         source = plan.sources.get(name)
         if source is None:
-            if with_vision or not name.startswith("model.visual."):
+            if with_vision or not name.startswith(TRAINER_TOWERS):
                 yield f"the trainer's {name} is not used"
         elif (source.shape, source.dtype) != (shape, dtype):
             yield f"{name}: the trainer has {shape} {dtype}, the plan {source.shape} {source.dtype}"

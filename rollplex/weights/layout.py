@@ -34,7 +34,7 @@ from typing import Literal
 
 import torch
 
-from rollplex.weights.families import Heads, Match, Part, match, table_of
+from rollplex.weights.families import WHOLE_TOWERS, Heads, Match, Part, match, table_of
 from rollplex.weights.shards import Shape, Shard, padded, shard_of
 
 Shapes = Mapping[str, tuple[Shape, torch.dtype]]
@@ -211,6 +211,8 @@ def plan_layout(
     """
     if rollout_tp < 1 or train_tp < 1 or max(rollout_tp, train_tp) % min(rollout_tp, train_tp):
         raise ValueError(f"rollout_tp={rollout_tp} and train_tp={train_tp}: one must divide the other")
+    if vision == "data" and family not in WHOLE_TOWERS:
+        raise ValueError(f"vision=data: vLLM splits the tower of model_type={family!r} always; set weights")
     shapes = {name: spec for name, spec in trainer_shapes.items() if not (tied and name == "lm_head.weight")}
     matches = [each for each in match(table_of(family), shapes) if vision != "none" or each.rule.part == "language"]
     sources = {}

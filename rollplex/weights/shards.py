@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rollplex.weights.families import VOCAB_MULTIPLE, Heads, Kind
+from rollplex.weights.families import TRAINER_TOWERS, VOCAB_MULTIPLE, Heads, Kind
 
 Shape = tuple[int, ...]
 
@@ -43,6 +43,8 @@ def shard_of(kind: Kind, position: int, name: str, shape: Shape, heads: Heads, t
     if kind == "qkv":
         count = heads.query if position == 0 else heads.kv
         return Shard(0, (_by_heads(name, shape[0], count, tp, rank, may_repeat=position > 0),))
+    if kind == "vision_qkv":
+        return Shard(0, (_by_heads(name, shape[0], heads.vision, tp, rank),))
     if kind == "packed_qkv":
         third = shape[0] // 3
         start, stop = _by_heads(name, third, heads.vision, tp, rank)
@@ -68,7 +70,9 @@ def _by_heads(name: str, size: int, count: int, tp: int, rank: int, may_repeat: 
 
 
 def _advice(name: str) -> str:
-    return "; keep the vision tower whole on each rank (data)" if name.startswith("model.visual.") else ""
+    if name.startswith("model.visual."):
+        return "; keep the vision tower whole on each rank (data)"
+    return "; take fewer ranks" if name.startswith(TRAINER_TOWERS) else ""
 
 
 def padded(rows: int) -> int:
