@@ -6,7 +6,7 @@ Shape legend: P prompt tokens.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -129,7 +129,7 @@ class PromptConverter:
         self._positions[_layout(len(ids), where)] = (positions_31P[:, 0], int(next_position_1) - len(ids))
         return mm_input(prompt_token_ids=ids, mm_kwargs=items, mm_hashes=hashes, mm_placeholders=places)
 
-    def _fields_of(self, media: Mapping[str, Any]) -> Any:
+    def _fields_of(self, media: Any) -> Any:
         """How each of `media` is made of items."""
         from vllm.multimodal.inputs import MultiModalFieldConfig
 
