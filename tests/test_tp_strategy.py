@@ -109,6 +109,24 @@ def test_shared_weights_are_the_copied_ones(split_folders, tmp_path, train_tp, r
         assert min(copied["copied"]) >= shared["engine_bytes"]
 
 
+def test_degrees_draw_the_same_further_groups(split_folders, tmp_path):
+    """dynamic_sample: trainers that share an engine and engines that share a trainer go through the same rounds."""
+    found = {}
+    for degrees in ((1, 1), (1, 2), (2, 1), (2, 2)):
+        folder = tmp_path / "-".join(map(str, degrees))
+        folder.mkdir()
+        found[degrees] = launch(folder, split_folders[2], 2, *degrees, 2, "dynamic")
+        check(*found[degrees])
+    plain = found[1, 1][0][0]["steps"]
+    assert all(step["groups_kept"] == 4 and step["groups_resampled"] > 0 for step in plain)
+    for reports, _ in found.values():
+        for own, other in zip(reports[0]["steps"], plain, strict=True):
+            for name in ("groups_kept", "groups_dropped", "groups_resampled", "resample_rounds"):
+                assert own[name] == other[name], name
+        for name in ("reward", "loss", "grad_norm"):  # of the first step: later weights differ by rounding
+            assert reports[0]["steps"][0][name] == pytest.approx(plain[0][name], rel=1e-4, abs=1e-6), name
+
+
 @pytest.mark.parametrize("stage", [0, 2])
 def test_each_data_parallel_rank_has_an_engine_of_its_own(split_folders, tmp_path, stage):
     reports, weights = launch(tmp_path, split_folders(), 2, 1, 1, stage)

@@ -216,14 +216,14 @@ def test_one_rank_equals_the_plain_strategy(solo, plain, parity_folder, stage):
         assert own["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
 
 
-def check_metrics(steps: list[dict[str, float]], metrics: list[dict[str, float]]) -> None:
-    """Of each step of several ranks, against one's."""
+def check_metrics(steps: list[dict[str, float]], metrics: list[dict[str, float]], bar: float = BAR) -> None:
+    """Of each step of several ranks, against one's. bar: of the largest rounding between engine and trainer."""
     timed = ("time/", "tokens_per", "rollout_tokens", "overlap", "units_", "decode_", "prefix_bytes", "memory/", "lr")
     for own, other in zip(steps, metrics, strict=True):
         assert own.keys() >= {name for name in other if not name.startswith(timed)}
         for name in other:
             if not name.startswith(timed):
-                assert own[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6), name
+                assert own[name] == pytest.approx(other[name], rel=1e-4, abs=bar), name
 
 
 @pytest.mark.parametrize("stage", of("pair", STAGES, "train{}"))
@@ -385,8 +385,9 @@ def resampled(ranks: Any, plain: Any, name: str, stage: int, split: str = "") ->
     """A run of several ranks and one of one, which must be equal in weights, metrics and rows. split: "tensor_"."""
     task, settings = r.scenario(name)
     expected, result = plain(task, **settings), ranks[f"{split}dynamic_{name}{stage}"]
-    assert expected.difference(result["weights"]) < (TENSOR_BAR if split else BAR)
-    check_metrics(result["steps"], expected.metrics)
+    bar = TENSOR_BAR if split else BAR
+    assert expected.difference(result["weights"]) < bar
+    check_metrics(result["steps"], expected.metrics, bar)
     for rows, step in zip(expected.rows, zip(*result["rows"], strict=True), strict=True):
         assert dict(enumerate(rows)) == {place: row for rank in step for place, row in rank.items()}
     assert expected.metrics[0]["groups_resampled"] > 0

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from engine_helpers import generate, requests_for
 from families import encoded
+from resample_cases import scenario
 from runs import run
 from test_vllm_engine import vllm_model
 
@@ -94,6 +95,7 @@ class Watch(PhaseCallback):
 
 
 def main(folder: str, model: str, train_tp: str, rollout_tp: str, stage: str, weights: str) -> None:
+    """weights: "shared" or "copied"; "dynamic" is shared, with dynamic_sample."""
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(LIMIT, exit=True)
     engine = VLLMEngine(
@@ -106,9 +108,13 @@ def main(folder: str, model: str, train_tp: str, rollout_tp: str, stage: str, we
     else:
         strategy = RollplexDeepSpeedStrategy(int(stage), train_tp=int(train_tp), **settings)
     watch = Watch()
-    shared = [SharedWeights()] if weights == "shared" else []
+    shared = [] if weights == "copied" else [SharedWeights()]
+    settings = {"beta": 0.04}
+    if weights == "dynamic":
+        task, settings = scenario("rounds")
+        settings = settings | {"task": task}
     run(
-        model, Path(folder), steps=2, learning_rate=1e-2, batch_size=4, beta=0.04,
+        model, Path(folder), steps=2, learning_rate=1e-2, batch_size=4, **settings,
         trainer={"strategy": strategy, "devices": int(os.environ["WORLD_SIZE"])},
         callbacks=[*shared, PrefixOverlap(), GroupStreaming(), watch],
     )  # fmt: skip
