@@ -192,12 +192,17 @@ def check_stage(stage: Any) -> None:
         raise ValueError(f"stage={stage!r} must be 1, 2 or 3; without sharding, set strategy rollplex_ddp")
 
 
-def check_lora_strategy(lora: Any, strategy: str) -> None:
-    """Of DeepSpeed's strategies."""
-    if lora is not None:
+def check_lora_degrees(lora: Any, train_tp: int, rollout_tp: int) -> None:
+    """Of DeepSpeed's strategies. rollout_tp: the engine's tensor_parallel_size."""
+    if lora is not None and train_tp > 1:
         raise ValueError(
-            f"lora with strategy={strategy} is not supported: adapters have few states to shard, and the "
-            "reference is the policy's own frozen weights; use rollplex_ddp"
+            f"lora with train_tp={train_tp} is not supported: tensor parallelism cuts the weights under the adapters, "
+            "and not the adapters. Set train_tp to 1; stage 3 shards the frozen weights too"
+        )
+    if lora is not None and rollout_tp > 1:
+        raise ValueError(
+            f"lora with tensor_parallel_size={rollout_tp} is not supported: an engine of several ranks reads the "
+            "trainer's tensors, and merged weights are none of them. Set tensor_parallel_size to 1"
         )
 
 

@@ -15,7 +15,11 @@ from typing import Any
 
 import torch
 
+from rollplex.checks import check_resume
+from rollplex.deepspeed_gradients import ShardedGradients
+from rollplex.models.policy import adapters_alone, with_base_weights
 from rollplex.tensor_parallel import merge
+from rollplex.updates import GradientUpdate
 
 TAG = "checkpoint"
 MARK = "rollplex.json"
@@ -94,6 +98,56 @@ def whole_state_dict(path: Path) -> dict[str, torch.Tensor]:
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     return get_fp32_state_dict_from_zero_checkpoint(str(path), tag=TAG)
+
+
+class WithShardedCheckpoints:
+    """The part of a strategy that writes and reads these folders. With adapters (LoRA) they hold what is trained, and
+    nothing of the model folder."""
+
+    stage: int
+    train_tp: int
+    gradients: GradientUpdate
+    lightning_module: Any
+    deepspeed_engine: Any
+    broadcast: Any
+    barrier: Any
+    is_global_zero: bool
+    world_size: int
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """In the shards, which the engine writes."""
+        return {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        target = Path(self.broadcast(str(filepath)))
+        partial = target.with_name(f".{target.name}.partial")
+        if self.is_global_zero:
+            shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed while saving
+            partial.mkdir(parents=True)
+        self.barrier()
+        with adapters_alone(self.lightning_module.actor):
+            super().save_checkpoint(checkpoint, str(partial), storage_options)  # type: ignore[misc]
+        self.barrier()
+        if self.is_global_zero:
+            Mark(self.stage, self.world_size, self.train_tp).write(partial)
+            replace_folder(partial, target)
+        self.barrier()
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        path = Path(self.broadcast(str(checkpoint_path)))
+        module = self.lightning_module
+        if not isinstance(self.gradients, ShardedGradients):
+            module.load_state_dict(with_base_weights(whole_state_dict(path), module.actor))
+            return client_state(path)
+        check_mark(path, self.stage, self.world_size, self.train_tp)
+        # Before DeepSpeed stumbles over shapes.
+        check_resume(client_state(path).get("rollplex", {}).get("settings", {}), module)
+        _, state = self.deepspeed_engine.load_checkpoint(
+            str(path), tag=TAG, load_lr_scheduler_states=False, load_module_strict=module.actor.lora is None
+        )
+        if state is None:
+            raise ValueError(f"ckpt_path={str(path)!r} has no model states, it is incomplete")
+        return state
 
 
 def _model_states(path: Path, train_rank: int = 0) -> Path:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -16,9 +14,9 @@ from lightning.pytorch.plugins.precision.deepspeed import DeepSpeedPrecision
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, StrategyRegistry
 from torch import nn
 
-from rollplex import deepspeed_checkpoints as checkpoints
-from rollplex.checks import check_lora_strategy, check_stage
+from rollplex.checks import check_lora_degrees, check_stage
 from rollplex.colocation import LastWords, check_module, check_same, check_trainer, make_colocation
+from rollplex.deepspeed_checkpoints import WithShardedCheckpoints
 from rollplex.deepspeed_gradients import ShardedGradients
 from rollplex.deepspeed_offload import StateOffload, WithStateOffload
 from rollplex.deepspeed_tensor_parallel import WithTensorParallel, forget_groups, section
@@ -43,7 +41,9 @@ class _Precision(DeepSpeedPrecision):
         return data
 
 
-class RollplexDeepSpeedStrategy(WithTensorParallel, WithStateOffload, LastWords, DeepSpeedStrategy):
+class RollplexDeepSpeedStrategy(
+    WithTensorParallel, WithStateOffload, WithShardedCheckpoints, LastWords, DeepSpeedStrategy
+):  # fmt: skip
     """Use as `strategy: rollplex_zero1`, `rollplex_zero2` or `rollplex_zero3`, or with settings as a class_path.
 
     Each rank takes its groups of a rollout batch, with an engine of its own; gradients are reduced once per update.
@@ -159,7 +159,7 @@ class RollplexDeepSpeedStrategy(WithTensorParallel, WithStateOffload, LastWords,
         check_trainer(trainer, self.precision_plugin.precision, self.colocation, split_engine=True)
         module: Any = self.lightning_module
         check_module(module, self.strategy_name)
-        check_lora_strategy(module.hparams["lora"], self.strategy_name)
+        check_lora_degrees(module.hparams["lora"], self.train_tp, self.topology.rollout_tp)
         self.precision_plugin = _Precision("32-true")
         everyone = self._connect(module)
         check_same(module, trainer.datamodule, everyone)
@@ -180,8 +180,10 @@ class RollplexDeepSpeedStrategy(WithTensorParallel, WithStateOffload, LastWords,
         else:
             # Nothing to shard: the rollout engine is all that computes.
             DDPStrategy.setup(self, trainer)
-        module.place(self.root_device)
         served, refresh = (None, None) if self.replica is None else (self.replica.model, self._refresh)
+        if served is not None and module.actor.lora is not None:
+            self._refresh()  # the reference reads what is not trained, too, and a remote engine is sent it once
+        module.place(self.root_device, served)
         self.colocation.start(
             trainer, module.actor, module.processor, self.root_device, served=served, refresh=refresh,
             shards=self.parallel.shards if self.parallel is not None else None,
@@ -190,6 +192,7 @@ class RollplexDeepSpeedStrategy(WithTensorParallel, WithStateOffload, LastWords,
     def _configure(self, module: Any) -> None:
         """What DeepSpeed must know of the module's settings; its own default would clip at 1."""
         assert isinstance(self.config, dict)
+        self.exclude_frozen_parameters = module.hparams["lora"] is not None
         self.config["gradient_clipping"] = module.hparams["max_grad_norm"] or 0.0
         if module.hparams["dtype"] == "bfloat16":
             self.config["bf16"] = {"enabled": True, "check_grad_overflow": True}
@@ -283,40 +286,6 @@ class RollplexDeepSpeedStrategy(WithTensorParallel, WithStateOffload, LastWords,
             return None
         self.colocation.watch.sample()  # gradients are reduced, and sharded from stage 2 on
         return super().optimizer_step(optimizer, closure, model, **kwargs)
-
-    # ---- checkpoints ----
-
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """In the shards, which the engine writes."""
-        return {}
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        target = Path(self.broadcast(str(filepath)))
-        partial = target.with_name(f".{target.name}.partial")
-        if self.is_global_zero:
-            shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed while saving
-            partial.mkdir(parents=True)
-        self.barrier()
-        super().save_checkpoint(checkpoint, str(partial), storage_options)
-        self.barrier()
-        if self.is_global_zero:
-            checkpoints.Mark(self.stage, self.world_size, self.train_tp).write(partial)
-            checkpoints.replace_folder(partial, target)
-        self.barrier()
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        path = Path(self.broadcast(str(checkpoint_path)))
-        module: Any = self.lightning_module
-        if isinstance(self.gradients, ShardedGradients):
-            checkpoints.check_mark(path, self.stage, self.world_size, self.train_tp)
-            _, state = self.deepspeed_engine.load_checkpoint(
-                str(path), tag=checkpoints.TAG, load_lr_scheduler_states=False
-            )
-            if state is None:
-                raise ValueError(f"ckpt_path={str(path)!r} has no model states, it is incomplete")
-            return state
-        module.load_state_dict(checkpoints.whole_state_dict(path))
-        return checkpoints.client_state(path)
 
     def teardown(self) -> None:
         self.colocation.executor.where.close()

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from rollplex.deepspeed_checkpoints import client_state, whole_state_dict
-from rollplex.models.lora import add_adapters, config_of, is_adapter, lora_config, save_adapter
+from rollplex.models.lora import add_adapters, config_of, lora_config, save_adapter
 from rollplex.models.policy import weights_print
-from rollplex.models.registry import load_hf, load_processor
+from rollplex.models.registry import load_hf, load_processor, split
 from rollplex.models.twin import merged_model
 
 ADAPTER_FOLDER = "adapter"
@@ -80,7 +80,8 @@ def export_checkpoint(
         if weights_print(policy) != checkpoint["rollplex"]["reference_print"]:
             raise ValueError(f"model={folder!r} holds other weights than those that the adapters were trained on")
         add_adapters(policy, lora_config(settings["lora"]), seed=settings["seed"])
-        own = {name for name, _ in policy.named_parameters() if is_adapter(name)}
+        split(policy).freeze(settings["freeze"] or [])  # shards hold what is trained; other adapters are as made here
+        own = {name for name, p in policy.named_parameters() if p.requires_grad}
     else:
         own = set(policy.state_dict())
     prefix = "policy."

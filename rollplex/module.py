@@ -79,7 +79,7 @@ class GRPOModule(WithRandomStates, WithEvaluation, LightningModule):
         lr_decay_steps: Optimizer steps after which "linear" and "cosine" reach 0.
         max_grad_norm: Gradient norm is clipped to this; None is off.
         freeze: Parts that are not trained.
-        lora: Train adapters alone: settings of peft's LoraConfig (r, lora_alpha, target_modules, ...). None trains all.
+        lora: Train adapters alone (not with train_tp): settings of peft's LoraConfig (r, lora_alpha, ...). None: all.
         dtype: Of the parameters.
         prefix_checkpointing: Recompute prefix activations in backward.
         suffix_checkpointing: Recompute suffix activations in backward.
@@ -182,10 +182,10 @@ class GRPOModule(WithRandomStates, WithEvaluation, LightningModule):
         self.policy = self.actor.hf
         self._reference_print = weights_print(self.policy)
 
-    def place(self, device: torch.device) -> None:
-        """Called by the strategy: the reference is no submodule, so that it stays out of checkpoints."""
+    def place(self, device: torch.device, whole: SplitModel | None = None) -> None:
+        """Called by the strategy: the reference is no submodule, so it stays out of checkpoints. whole: see there."""
         if self.reference is not None:
-            place_reference(self.reference, self.actor, device)
+            place_reference(self.reference, self.actor, device, whole)
 
     def setup(self, stage: str) -> None:
         task = getattr(getattr(self.trainer, "datamodule", None), "task", None)

@@ -207,6 +207,7 @@ def make_optimizer(
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
     settings = {"lr": h["learning_rate"], "betas": (h["adam_beta1"], h["adam_beta2"])}
+    groups = [group for group in groups if group["params"]]  # adapters are matrices all; DeepSpeed drops an empty group
     narrow = own_masters and any(p.dtype != torch.float32 for p in trained)
     optimizer = (MasterAdamW if narrow else StreamedAdamW)(groups, **settings)
     scheduler = get_scheduler(h["lr_scheduler_type"], optimizer, h["warmup_steps"], h["lr_decay_steps"])

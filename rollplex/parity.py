@@ -195,7 +195,8 @@ def check_engine(
 ) -> EngineCheck:
     """Engine against trainer at the present weights. own: as the config samples, without stops."""
     actor: SplitModel = module.actor
-    plain = actor.alias().hf  # transformers' modules on the same tensors
+    whole: SplitModel = module.trainer.strategy.whole_model()  # the actor, unless its tensors are shards
+    plain = whole.alias().hf  # transformers' modules on the same tensors
     plain.set_attn_implementation("sdpa")
     g = -(-TOKENS // (own.max_tokens * len(prompts)))
     sampled = []

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +20,7 @@ from engine_helpers import drain, requests_for, started, trainer_logps
 from families import PARITY, Rows, encoded
 from helpers import relative_error
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lora_cases import RANDOM, WIDE
 from rich.console import Console
 from runs import run as train
 from runs import same_bits, weights
@@ -31,23 +33,17 @@ from transformers import AutoModelForImageTextToText
 from rollplex.callbacks import GroupStreaming, PhaseOffload, PrefillReuse, PrefixOverlap
 from rollplex.data.records import SamplingParams
 from rollplex.engines import TorchEngine
+from rollplex.engines.remote_weights import ModelSpec
 from rollplex.export import export, export_checkpoint
 from rollplex.models import lora
-from rollplex.models.policy import make_models
+from rollplex.models.policy import make_models, place_reference
 from rollplex.models.registry import load_hf, split
+from rollplex.models.replica import Replica
 from rollplex.models.tiny import build_tiny, build_tiny_in_memory
 from rollplex.models.twin import merged_model
 from rollplex.planner.adapters import adapter_sizes
 from rollplex.residency import ACTIVATIONS, ACTOR_KV, GRADIENTS, KV_POOL, MOMENTS, PARAMETERS, REFERENCE, REFERENCE_KV
 from rollplex.verify import verify
-
-EVERYWHERE = r".*\.(q_proj|v_proj|down_proj|gate_proj|qkv|proj|linear_fc1|merger\.mlp\.0)"
-"""In the language model, the tower and the projector; `proj` of the patches is a convolution."""
-
-RANDOM = {"r": 4, "lora_alpha": 8, "init_lora_weights": False}
-"""B is random too: no gradient is zero, and adapters on differ from adapters off."""
-
-WIDE = RANDOM | {"target_modules": EVERYWHERE, "exclude_modules": r".*patch_embed.*"}
 
 
 def adapted(family: str, settings=WIDE, **options):
@@ -160,6 +156,35 @@ def test_the_reference_is_the_model_with_adapters_off_and_has_no_weights(policy)
     assert torch.equal(found[0], found[1])
     assert (found[0] - found[2]).abs().max() > 0.01
     split(policy.plain).hf.set_attn_implementation("sdpa")
+
+
+def test_beside_shards_only_adapters_are_taken_over_and_the_reference_reads_the_copy():
+    """As under ZeRO-3, with parameters that are whole."""
+    actor, plain, _ = adapted("qwen2_5_vl")
+    asked: list[torch.nn.Parameter] = []
+
+    def gather(parameters):
+        asked.extend(parameters)
+        return nullcontext()
+
+    replica, reference = Replica(actor, 2**20), actor.without_adapters()
+    replica.refresh(gather)
+    place_reference(reference, actor, torch.device("cpu"), replica.model)
+    assert reference.shares_storage_with(replica.model)
+    assert all(torch.equal(p, q) for p, q in zip(reference.hf.parameters(), plain.parameters(), strict=True))
+    assert len(asked) == len(list(actor.hf.parameters()))
+    asked.clear()
+    with torch.no_grad():
+        for p in actor.hf.parameters():
+            p.add_(1.0)  # what is not trained would stay
+    replica.refresh(gather)
+    adapters = [p for n, p in actor.hf.named_parameters() if lora.is_adapter(n)]
+    assert {id(p) for p in asked} == {id(p) for p in adapters}
+    assert replica.peak_bytes <= sum(p.nbytes for p in adapters)
+    sent = {spec.name for spec in ModelSpec.of(replica.model).parameters if spec.trained}
+    assert sent == {n for n, _ in actor.hf.named_parameters() if lora.is_adapter(n)}
+    pairs = zip(replica.model.hf.named_parameters(), actor.hf.parameters(), strict=True)
+    assert {name for (name, mine), theirs in pairs if torch.equal(mine, theirs)} == sent
 
 
 def fit(folder, root, settings=RANDOM, **options):
@@ -324,20 +349,31 @@ def test_the_plan_counts_adapters(folder, tmp_path):
     assert REFERENCE not in most and not ran.run.largest.get(REFERENCE)
 
 
-def test_zero_is_refused(folder, tmp_path):
-    pytest.importorskip("deepspeed")
-    from rollplex.deepspeed_strategy import RollplexDeepSpeedStrategy
-
-    with pytest.raises(ValueError, match=r"lora with strategy=.* use rollplex_ddp"):
-        fit(folder, tmp_path, trainer={"strategy": RollplexDeepSpeedStrategy(stage=2)})
+def verify_arguments(folder, tmp_path) -> list[str]:
+    config = Path(__file__).parent.parent / "configs" / "family_cpu.yaml"
+    arguments = ["--config", str(config), "--model.init_args.model", str(folder), "--steps", "2"]
+    return [*arguments, "--model.init_args.lora", json.dumps(WIDE), f"--trainer.default_root_dir={tmp_path}"]
 
 
 @pytest.mark.slow
 def test_verify_passes_with_adapters(folder, tmp_path):
-    config, printed = Path(__file__).parent.parent / "configs" / "family_cpu.yaml", io.StringIO()
-    arguments = ["--config", str(config), "--model.init_args.model", str(folder), "--steps", "2"]
-    arguments += ["--model.init_args.lora", json.dumps(WIDE), f"--trainer.default_root_dir={tmp_path}"]
+    printed = io.StringIO()
+    arguments = verify_arguments(folder, tmp_path)
     assert verify(arguments, Console(file=printed, width=200)) == 0, printed.getvalue()
+
+
+@pytest.mark.slow
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("stage", [2, 3])
+def test_verify_passes_with_adapters_under_zero(folder, tmp_path, stage):
+    pytest.importorskip("deepspeed")
+    strategy = ["--trainer.strategy", "rollplex.RollplexDeepSpeedStrategy", "--trainer.strategy.stage", str(stage)]
+    arguments = [*verify_arguments(folder, tmp_path), *strategy]
+    here = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-m", "rollplex", "verify", *arguments], env=here, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0 and "PASSED" in done.stdout, (done.stdout + done.stderr)[-4000:]
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lora_cases as lora
 import resample_cases as r
 import zero_runs as z
 from families import NAMES as FAMILIES
@@ -65,6 +66,15 @@ def of_another(name: str, stage: int) -> Case:
     return call
 
 
+def with_other_adapters(name: str, stage: int) -> Case:
+    """Continue from the checkpoint that the case `name` of lora_cases.py saved."""
+
+    def call(*, model: str, untied: str, root: Path, folder: Path) -> Any:
+        return lora.other(model, root, stage, name, folder)
+
+    return call
+
+
 CHECKPOINTED = {"prefix_checkpointing": True, "suffix_checkpointing": True, "responses_per_pass": 2}
 ALL_CUT = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
 """DeepSpeed keeps parameters whole that have few elements: in a tiny model, all of them."""
@@ -96,6 +106,11 @@ SOLO: dict[str, Case] = {
     **{f"limited{s}": case(z.limited, s) for s in (0, 2)},
     "vision3": case(z.shared_vision, 3),
     "vision_reference3": case(z.shared_vision, 3, **VISION["vision_reference"]),
+    **{f"lora{s}": case(lora.train, s) for s in ZERO},
+    "lora_other": with_other_adapters("lora3", 3),
+    "lora_phases2": case(z.phase_offload, 2, lora=lora.WIDE),
+    "lora_validated3": case(z.validated, 3, lora=lora.WIDE),
+    **{f"lora_bf16_{s}": case(z.train, s, dtype="bfloat16", **lora.SETTINGS) for s in (2, 3)},
 }
 PAIR: dict[str, Case] = {
     **{f"train{s}": case(z.train, s) for s in STAGES},
@@ -119,6 +134,10 @@ PAIR: dict[str, Case] = {
     **{f"vision{s}": case(z.shared_vision, s) for s in (0, 2)},
     **{f"{name}3": case(z.shared_vision, 3, **VISION[name]) for name in VISION},
     "ledger2_bf16": case(z.ledger, 2, dtype="bfloat16", beta=0.04),
+    **{f"lora{s}": case(lora.train, s) for s in ZERO},
+    **{f"ledger{s}_lora": case(z.ledger, s, **lora.SETTINGS) for s in (2, 3)},
+    "tensor_lora2": case(z.refused, 2, zero=TP, **lora.SETTINGS),
+    "lora_mix3": case(z.mixed, 3, "alone", **lora.SETTINGS),
     "export3": case(z.export, 3),
     "export3_untied": untied(z.export, 3),
     "dynamic_rounds1": case(r.resample, 1, "rounds"),
@@ -128,10 +147,11 @@ PAIR: dict[str, Case] = {
 }
 QUICK: dict[str, set[str]] = {
     "four": set(),
-    "solo": {"train1", "train2", "train3", "gradient3", "resume2", "stage", "parts", "offload2", "phases2", "masters3", "limited2"},
+    "solo": {"train1", "train2", "train3", "gradient3", "resume2", "stage", "parts", "offload2", "phases2", "masters3", "limited2",
+             "lora3", "lora_other"},
     "pair": {
         "train0", "train2", "train3", "gradient3", "dapo_parts3", "text_image3", "uneven3", "alone3", "rows3", "resume0", "resume3",
-        "engine_0", "export3", "tensor2", "tensor_gradient2", "ledger2", "ledger3", "dynamic_rounds2",
+        "engine_0", "export3", "lora2", "ledger2_lora", "tensor2", "tensor_gradient2", "ledger2", "ledger3", "dynamic_rounds2",
     },
 }  # fmt: skip
 """World -> what the default tests read; the rest is read by slow ones."""

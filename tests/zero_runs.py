@@ -172,9 +172,9 @@ def resume(model: str, root: Path, stage: int, **settings: Any) -> dict[str, Any
     return {"straight": straight, "resumed": resumed, "leftover": files}
 
 
-def refused(model: str, root: Path, stage: int, path: str) -> dict[str, Any]:
+def refused(model: str, root: Path, stage: int, path: str | None = None, **settings: Any) -> dict[str, Any]:
     try:
-        train(model, root, stage, ckpt_path=path)
+        train(model, root, stage, ckpt_path=path, **settings)
     except ValueError as error:
         return {"message": str(error)}
     return {"message": ""}
@@ -416,7 +416,9 @@ def limited(model: str, root: Path, stage: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def validated(model: str, root: Path, stage: int, **settings: Any) -> dict[str, Any]:
+def validated(
+    model: str, root: Path, stage: int, lora: dict[str, Any] | None = None, **settings: Any
+) -> dict[str, Any]:  # fmt: skip
     """Validation at the end of a run, and from its checkpoint by a strategy of the same settings."""
     seen: list[dict[str, float]] = []
 
@@ -431,10 +433,10 @@ def validated(model: str, root: Path, stage: int, **settings: Any) -> dict[str, 
         "val_check_interval": 3,
         "check_val_every_n_epoch": None,
     }
-    train(model, root, stage, extra=[Metrics(), SaveAt(3, path)], trainer=trainer, **settings)
-    module = GRPOModule(model=str(model), num_generations=4, max_completion_length=6, seed=7)
+    train(model, root, stage, extra=[Metrics(), SaveAt(3, path)], trainer=trainer, lora=lora, **settings)
+    module = GRPOModule(model=str(model), num_generations=4, max_completion_length=6, seed=7, lora=lora)
     again = Trainer(
-        accelerator="cpu", strategy=strategy(stage, **settings["zero"]), devices=WORLD, logger=False,
+        accelerator="cpu", strategy=strategy(stage, **settings.get("zero", {})), devices=WORLD, logger=False,
         enable_progress_bar=False, enable_model_summary=False, default_root_dir=str(root), callbacks=[Metrics()],
         use_distributed_sampler=False,
     )  # fmt: skip

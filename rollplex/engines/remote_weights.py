@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rollplex.models.lora import add_adapters
+from rollplex.models.lora import add_adapters, is_adapter
 from rollplex.models.registry import family_of
 from rollplex.models.split_model import SplitModel
 
@@ -71,14 +71,18 @@ class ModelSpec:
     def of(cls, model: SplitModel) -> ModelSpec:
         named = list(model.hf.named_parameters(remove_duplicate=False))
         # A replica of sharded weights is trained though no parameter of it asks for a gradient.
-        everything = not any(p.requires_grad for _, p in named)
+        replica = not any(p.requires_grad for _, p in named)
         shards = model.shards
         whole = None if shards is None else {name: shards.whole_shape(name, p) for name, p in named}
+
+        def trained(name: str, tensor: Tensor) -> bool:
+            return tensor.requires_grad or (replica and (model.lora is None or is_adapter(name)))
+
         return cls(
             config=model.config, architecture=type(model.hf).__name__, generation_config=model.hf.generation_config,
             share_kv=model.share_kv, lora=model.lora, version=model.version,
-            parameters=_specs(named, lambda p: everything or p.requires_grad, whole),
-            buffers=_specs(list(model.hf.named_buffers(remove_duplicate=False)), lambda _: False),
+            parameters=_specs(named, trained, whole),
+            buffers=_specs(list(model.hf.named_buffers(remove_duplicate=False)), lambda *_: False),
         )  # fmt: skip
 
     def build(self, device: torch.device) -> SplitModel:
@@ -113,15 +117,11 @@ def _specs(
     first: dict[int, str] = {}
     return tuple(
         TensorSpec(
-            name,
-            first.setdefault(id(t), name),
-            tuple(t.shape) if whole is None else whole[name],
-            t.dtype,
-            bool(trained(t)),
-            t.data_ptr() % ALIGNMENT,
+            name, first.setdefault(id(t), name), tuple(t.shape) if whole is None else whole[name], t.dtype,
+            trained=bool(trained(name, t)), place=t.data_ptr() % ALIGNMENT,
         )
         for name, t in named
-    )
+    )  # fmt: skip
 
 
 def _place(hf: nn.Module, name: str, value: Any, kind: str) -> None:

@@ -7,10 +7,12 @@ those of the model folder, which a resume compares.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 from rollplex.models.lora import add_adapters, is_adapter, lora_config
 from rollplex.models.registry import load_hf, split
@@ -45,10 +47,13 @@ def weights_print(hf: Any) -> list[float]:
     return [float(p.detach().double().sum()) for name, p in hf.named_parameters() if not is_adapter(name)]
 
 
-def place_reference(reference: SplitModel, actor: SplitModel, device: torch.device) -> None:
-    """To where the actor is; one without weights of its own follows the actor's."""
+def place_reference(
+    reference: SplitModel, actor: SplitModel, device: torch.device, whole: SplitModel | None = None
+) -> None:
+    """To where the actor is; one without weights of its own follows the actor's. whole: the policy with whole weights,
+    where the actor's are shards."""
     if actor.lora is not None:
-        reference.bind(actor)
+        reference.bind(whole or actor)
     else:
         reference.hf.to(device)
 
@@ -59,8 +64,32 @@ def keep_adapters_alone(checkpoint: dict[str, Any], actor: SplitModel) -> None:
         checkpoint["state_dict"] = {n: t for n, t in checkpoint["state_dict"].items() if is_adapter(n)}
 
 
+@contextmanager
+def adapters_alone(actor: SplitModel) -> Iterator[None]:
+    """As `keep_adapters_alone`, for who asks the modules themselves: a scope in which they give no other weights."""
+
+    def leave_out(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for name in [n for n in state if n.startswith(prefix) and not is_adapter(n.removeprefix(prefix))]:
+            del state[name]
+
+    handle = actor.hf.register_state_dict_post_hook(leave_out) if actor.lora is not None else None
+    try:
+        yield
+    finally:
+        if handle is not None:
+            handle.remove()
+
+
+def with_base_weights(state: Mapping[str, Any], actor: SplitModel) -> dict[str, Any]:
+    """Undo of `keep_adapters_alone`, for a load that asks for every name. Adapters that are not trained are what they
+    were made as; a checkpoint may lack them."""
+    if actor.lora is None:
+        return dict(state)
+    trained = {n for n, p in actor.hf.named_parameters() if p.requires_grad}
+    return {PREFIX + n: t for n, t in actor.hf.state_dict().items() if n not in trained} | dict(state)
+
+
 def add_base_weights(checkpoint: dict[str, Any], actor: SplitModel) -> None:
-    """Undo of `keep_adapters_alone`, for a load that asks for every name."""
-    if actor.lora is not None:
-        ours = {PREFIX + n: t for n, t in actor.hf.state_dict().items() if not is_adapter(n)}
-        checkpoint["state_dict"] = ours | checkpoint["state_dict"]
+    """Into a checkpoint that holds weights; those of shards are loaded by who wrote them."""
+    if "state_dict" in checkpoint:
+        checkpoint["state_dict"] = with_base_weights(checkpoint["state_dict"], actor)

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 
-def adapter_sizes(folder: str, settings: Mapping[str, Any], freeze: Collection[str]) -> dict[str, int]:
-    """RunSettings' lora_params, lora_trained and lora_merged for a model folder. Raises ValueError without one."""
+def adapter_sizes(folder: str, settings: Mapping[str, Any], freeze: Collection[str]) -> dict[str, Any]:
+    """RunSettings' lora_sizes, lora_trained and lora_merged for a model folder. Raises ValueError without one."""
     import torch
     from transformers import AutoConfig, AutoModelForImageTextToText
 
@@ -23,6 +23,7 @@ def adapter_sizes(folder: str, settings: Mapping[str, Any], freeze: Collection[s
     split(hf).freeze(list(freeze))  # type: ignore[arg-type]
     own = [p for name, p in hf.named_parameters() if lora.is_adapter(name)]
     return {
-        "lora_params": sum(p.numel() for p in own), "lora_trained": sum(p.numel() for p in own if p.requires_grad),
+        "lora_sizes": tuple(p.numel() for p in own),
+        "lora_trained": tuple(p.numel() for p in own if p.requires_grad),
         "lora_merged": sum(layer.base_layer.weight.numel() for _, layer in lora.adapted(hf)),
     }  # fmt: skip

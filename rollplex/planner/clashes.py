@@ -10,7 +10,7 @@ from typing import Any
 from rollplex.checks import (
     check_batches,
     check_engine_degree,
-    check_lora_strategy,
+    check_lora_degrees,
     check_remote,
     check_remote_adapters,
     check_shared_weights,
@@ -108,7 +108,7 @@ def check_clashes(content: Mapping[str, Any], gpus: int, train_tp: int, rollout_
         check_stage(sharding.stage)
         check_degrees(sharding.stage, train_tp, Engine(engine.name, engine.kind, engine.takes_vision, rollout_tp))
         Topology(gpus, train_tp, rollout_tp)
-        check_lora_strategy(model.get("lora"), "rollplex_zero")
+        check_lora_degrees(model.get("lora"), train_tp, rollout_tp)
     elif sharding.kind in ("plain", "ddp"):
         check_engine_degree(engine.tensor_parallel_size)
     if "SharedWeights" in callbacks:

@@ -79,10 +79,10 @@ class RunSettings:
     reference: bool = False
     freeze: tuple[str, ...] = ()
     """Parts that are not trained."""
-    lora_params: int = 0
-    """Elements of all adapters; with any, the reference has no weights of its own."""
-    lora_trained: int = 0
-    """Elements of the adapters that are trained, and nothing else is."""
+    lora_sizes: tuple[int, ...] = ()
+    """Elements of each adapter weight; with any, the reference has no weights of its own."""
+    lora_trained: tuple[int, ...] = ()
+    """Of those that are trained, and nothing else is."""
     lora_merged: int = 0
     """Elements of the weights that have adapters."""
     prefix_checkpointing: bool = False
@@ -112,6 +112,11 @@ class RunSettings:
     """Of contexts, kernels and fragmentation; no state of the run's ledger."""
 
     @property
+    def lora_params(self) -> int:
+        """Elements of all adapters."""
+        return sum(self.lora_sizes)
+
+    @property
     def on_host(self) -> bool:
         return self.prefix_on_host or ACTIVATIONS in self.offload
 
@@ -134,7 +139,7 @@ def run_states(m: ModelShape, s: RunSettings) -> list[State]:
 def trained(m: ModelShape, s: RunSettings) -> int:
     """Parameters that have gradients and optimizer states."""
     if s.lora_params:
-        return s.lora_trained
+        return sum(s.lora_trained)
     parts = {
         "language_model": m.language_params, "projector": m.projector_params,
         "vision_tower": m.vision_params - m.projector_params,
@@ -169,6 +174,7 @@ def _persistent(m: ModelShape, s: RunSettings) -> float:
         return 0.0
     norms = (2 * m.layers + 1, m.hidden)
     small = sum(n for n in m.sizes if n <= s.persistence) if m.sizes else norms[0] * norms[1]
+    small += sum(n for n in s.lora_sizes if n <= s.persistence)
     return float(small * s.itemsize)
 
 
@@ -176,9 +182,10 @@ def _chunks_share(m: ModelShape, s: RunSettings, per_element: int) -> float:
     """Largest part of the optimizer states that is on the device at once: two neighbouring chunks."""
     if s.update_chunk_bytes is None:
         return 1.0
-    if not m.sizes:
+    sizes = s.lora_trained or m.sizes
+    if not sizes:
         return min(1.0, 2 * s.update_chunk_bytes / (per_element * m.params))
-    chunks = [sum(part) for part in packed([per_element * n for n in m.sizes], s.update_chunk_bytes)]
+    chunks = [sum(part) for part in packed([per_element * n for n in sizes], s.update_chunk_bytes)]
     pairs = [a + b for a, b in zip(chunks, [*chunks[1:], 0], strict=True)]
     return max(pairs) / sum(chunks)
 
@@ -186,7 +193,8 @@ def _chunks_share(m: ModelShape, s: RunSettings, per_element: int) -> float:
 def _engine_states(m: ModelShape, s: RunSettings) -> Iterator[State]:
     released = s.releases_kv or KV_POOL in s.offload
     per_token = m.kv_bytes_per_token * s.itemsize / 2
-    own = float(m.params * s.itemsize) if s.zero == 3 else 0.0  # the whole weights that an engine reads
+    whole = float((m.params + s.lora_params) * s.itemsize)
+    own = whole if s.zero == 3 else 0.0  # the whole weights that an engine reads
     if s.engine == "vllm" and not s.shared_weights:
         padding = -m.vocab % VOCAB_MULTIPLE * m.hidden * (1 if m.tied else 2)
         own += float((m.params - (0 if s.engine_vision else m.vision_params) + padding) * s.itemsize)
@@ -285,7 +293,7 @@ def run_knobs(s: RunSettings, m: ModelShape) -> Iterator[tuple[str, Any]]:
     yield "prefix_checkpointing", True
     yield "suffix_checkpointing", True
     yield "offload", moved
-    largest = (8 if s.itemsize == 4 else 12) * max(m.sizes, default=m.vocab * m.hidden)
+    largest = (8 if s.itemsize == 4 else 12) * max(s.lora_trained or m.sizes, default=m.vocab * m.hidden)
     if not s.zero:
         yield "update_chunk_bytes", largest
     if s.responses_per_pass != 1:
