@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 
 import torch
@@ -86,6 +86,16 @@ class LaneThreads:
             # 0 is the calling thread, not the process.
             os.sched_setaffinity(0, self._cores[lane] if beside else self._all_cores)
         self._applied.beside = beside
+
+
+def check_cores(cores: Sequence[int]) -> None:
+    """ValueError unless they are of those that this process may use, and leave it some."""
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+    if not set(cores) <= allowed or not allowed - set(cores):
+        raise ValueError(
+            f"cores={cores} must leave the trainer at least one of the cores that this process may use, which are "
+            f"{sorted(allowed)}; unset it to share them"
+        )
 
 
 def leave_cores(cores: Collection[int]) -> dict[int, set[int]]:

@@ -25,7 +25,7 @@ from rollplex.data.records import SamplingParams
 from rollplex.engines import RemoteEngine, VLLMEngine, remote_ranks, remote_server
 from rollplex.engines.remote_commands import Server
 from rollplex.engines.remote_link import EngineProcess, EngineProcessError, receive, send
-from rollplex.engines.remote_messages import EngineState, Refused, Reply
+from rollplex.engines.remote_messages import EngineState, Refused, Reply, versions
 from rollplex.engines.remote_ranks import Follower, LedEngine
 from rollplex.engines.remote_weights import ENGINE, TRAINER, TensorSpec, WeightChannel
 from rollplex.models.qwen2_5_vl import Qwen2_5VL
@@ -192,6 +192,25 @@ def test_a_lost_rank_ends_the_first_one_which_says_so_to_the_trainer():
     message = receive(ours, 20.0)
     assert isinstance(message, Refused) and str(message.error) == "rank 1 of the engine is gone"
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
+    ours.close()
+
+
+def test_a_message_that_cannot_be_read_there_is_refused_and_the_server_goes_on():
+    """A class of the trainer's that the server's machine does not have."""
+    ours, theirs = (Connection(s.detach()) for s in socket.socketpair())
+    thread = threading.Thread(target=Server(theirs, torch.device("cpu")).serve, daemon=True)
+    thread.start()
+    ours.send_bytes(b"cno_such_module\nEngine\n.")
+    refused = receive(ours, 10.0)
+    assert isinstance(refused, Refused) and "No module named 'no_such_module'" in str(refused.error)
+    here = versions()
+    send(ours, ("hello", (here | {"transformers": "4.0"},)))
+    assert "has transformers 5" in str((answer := receive(ours, 10.0)).error) and "the trainer 4.0" in str(answer.error)
+    send(ours, ("hello", (here,)))
+    assert isinstance(receive(ours, 10.0), Reply)
+    send(ours, ("goodbye", ()))
+    thread.join(timeout=10)
+    assert not thread.is_alive()
     ours.close()
 
 

@@ -19,7 +19,16 @@ import torch.distributed as dist
 from rollplex.data.records import Rollout
 from rollplex.engines.base import EngineContext, RolloutEngine, WindowState
 from rollplex.engines.remote_link import EngineProcessError, own_host, receive, send
-from rollplex.engines.remote_messages import EngineState, Join, Refused, Reply, Start, Update
+from rollplex.engines.remote_messages import (
+    EngineState,
+    Join,
+    Refused,
+    Reply,
+    Start,
+    Update,
+    check_versions,
+    versions,
+)
 from rollplex.engines.remote_ranks import Follower, LedEngine, ReceivedWeights, join_ranks, leave_ranks
 from rollplex.engines.remote_weights import ENGINE, ModelSpec, WeightChannel, connect, tensors_of
 from rollplex.models.split_model import SplitModel
@@ -45,6 +54,7 @@ class Server:
 
     def __post_init__(self) -> None:
         self.commands = {
+            "hello": lambda theirs: check_versions(versions(), theirs),
             "start": self._start, "join": self._join, "receive": self._receive, "publish": self._publish,
             "submit": self._submit, "step": self._follow, "abort": self._abort, "memory": self._memory,
             "close": self.close,
@@ -55,7 +65,13 @@ class Server:
         """Until the other side says goodbye or is gone."""
         while True:
             busy = not self.follows and self.engine is not None and self._state().window is not WindowState.IDLE
-            message = receive(self.connection, 0.0 if busy else None)
+            try:
+                message = receive(self.connection, 0.0 if busy else None)
+            except (EOFError, OSError):
+                raise
+            except Exception as error:  # of what cannot be read here: a class that only the trainer has
+                self._refuse(error)
+                continue
             if message is not None:
                 name, arguments = message
                 if name == "goodbye":

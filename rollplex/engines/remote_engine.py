@@ -9,7 +9,6 @@ as many processes there (`remote_ranks.py`).
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -21,10 +20,12 @@ import torch
 import torch.distributed as dist
 
 from rollplex.checks import check_remote, check_remote_adapters
-from rollplex.cores import leave_cores, return_to_cores
+from rollplex.cores import check_cores, leave_cores, return_to_cores
 from rollplex.data.records import Request, Rollout
 from rollplex.engines.base import EngineContext, RolloutEngine, WindowState
 from rollplex.engines.remote_link import (
+    FAILED,
+    GRACE,
     KEY_VARIABLE,
     Elsewhere,
     EngineProcess,
@@ -41,7 +42,7 @@ from rollplex.engines.remote_link import (
     receive,
     send,
 )
-from rollplex.engines.remote_messages import EngineState, Refused, Reply, Start, Update, slim
+from rollplex.engines.remote_messages import EngineState, Refused, Reply, Start, Update, slim, versions
 from rollplex.engines.remote_weights import TRAINER, ModelSpec, WeightChannel, connect, sent, tensors_of
 from rollplex.engines.torch_engine import TorchEngine
 from rollplex.models.split_model import SplitModel
@@ -119,12 +120,7 @@ class RemoteEngine(RolloutEngine):
         if addresses and (self.cores or self.threads):
             raise ValueError("cores and threads are given to the server at an address when it is started (--cores)")
         if self.cores is not None:
-            allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
-            if not set(self.cores) <= allowed or not allowed - set(self.cores):
-                raise ValueError(
-                    f"cores={self.cores} must leave the trainer at least one of the cores that this process may use, "
-                    f"which are {sorted(allowed)}; unset it to share them"
-                )
+            check_cores(self.cores)
 
     def _clear(self) -> None:
         self._state = EngineState()
@@ -156,7 +152,7 @@ class RemoteEngine(RolloutEngine):
         try:
             return place, place.connect(self.start_timeout)
         except BaseException:
-            place.end()
+            place.end(FAILED)
             raise
 
     def _start_engine(self, processor: Any) -> None:
@@ -164,6 +160,7 @@ class RemoteEngine(RolloutEngine):
         store = self._place.new_store() if isinstance(self._place, EngineProcess) else None
         nccl = self._device.startswith("cuda") and self._model.device.type == "cuda"
         start = Start(self.engine, self._spec, processor, self.bucket_bytes, self.timeout, store, nccl)
+        self._call("hello", versions(), limit=self.start_timeout, phase="the start")
         port = self._call("start", start, limit=self.start_timeout, phase="the start")
         with self._transfer("the start"):
             members = 1 + self._ranks
@@ -183,6 +180,7 @@ class RemoteEngine(RolloutEngine):
     def close(self) -> None:
         line, self._line = self._line, None
         place, self._place = self._place, None
+        failed = self._dead is not None or self._state.window is not WindowState.IDLE
         self._weights = None
         self._clear()
         if line is not None:
@@ -190,7 +188,7 @@ class RemoteEngine(RolloutEngine):
                 send(line, ("goodbye", ()))
             line.close()
         if place is not None:
-            place.end()
+            place.end(FAILED if failed else GRACE)
         return_to_cores(self._affinity)
         self._affinity = {}
 

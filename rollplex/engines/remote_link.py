@@ -38,7 +38,8 @@ KEY_VARIABLE = "ROLLPLEX_ENGINE_KEY"
 """Environment variable that holds the key, where no file does."""
 SHORTEST_KEY = 16
 GRACE = 5.0
-"""Seconds that an engine process may take to end by itself."""
+"""Seconds that an engine process may take to end by itself; FAILED: one that is no longer of use."""
+FAILED = 1.0
 TELL_AFTER = 3.0
 """Seconds without a server after which somebody who waits is told what for."""
 FOLDER = "rollplex-engine-"
@@ -237,10 +238,10 @@ class EngineProcess:
             return f"{who} was ended by {signal.Signals(-code).name}{hint}"
         return f"{who} ended with exit code {code}"
 
-    def end(self) -> None:
-        """Gone when this returns. Safe to call twice."""
+    def end(self, patience: float = GRACE) -> None:
+        """Gone when this returns, by force after `patience` seconds. Safe to call twice."""
         try:
-            self.process.wait(timeout=GRACE)
+            self.process.wait(timeout=patience)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
@@ -313,7 +314,7 @@ class Elsewhere:
     def fate(self) -> str:
         return f"the engine server at {self.host}:{self.port} is gone"
 
-    def end(self) -> None:
+    def end(self, patience: float = GRACE) -> None:
         pass
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib.metadata
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -78,6 +79,21 @@ class Join:
     """Where all ranks and the trainer reach each other."""
     meeting: str
     """File in which the ranks find each other."""
+
+
+def versions() -> dict[str, str]:
+    """Of what both sides must have alike: the messages are pickles of these packages' classes."""
+    return {name: importlib.metadata.version(name) for name in ("rollplex", "transformers")}
+
+
+def check_versions(here: Mapping[str, str], there: Mapping[str, str]) -> None:
+    """ValueError unless trainer (`there`) and engine server (`here`) have the same."""
+    for name, version in here.items():
+        if there.get(name) != version:
+            raise ValueError(
+                f"the engine server has {name} {version} and the trainer {there.get(name)}: install the same on both "
+                "sides, or the engine would build another model"
+            )
 
 
 def slim(requests: Sequence[Request]) -> list[Request]:
