@@ -57,7 +57,6 @@ def planned(config: dict[str, Any], folder: Path, capsys, *flags: str) -> dict[s
 
 def test_a_run_with_a_remote_engine_holds_what_its_plan_says(parity_folder, tmp_path, capsys):
     config = config_of(parity_folder, tmp_path, strategy={"engine": remote()})
-    config["trainer"]["max_steps"] = 1
     config["trainer"]["callbacks"].append({"class_path": "test_plan_remote.AskMemory"})
     plan, ran, _ = planned_and_run(config, tmp_path)
     assert_close(plan, ran, {PARAMETERS, MOMENTS, GRADIENTS, ACTOR_KV, ACTIVATIONS, SUFFIX})

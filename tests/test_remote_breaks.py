@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 
@@ -58,12 +58,21 @@ class Break(PhaseCallback):
     def on_phase_start(self, trainer, phase):
         if self.at == "push" and phase is Phase.PUBLISH and self.module is not None and self.module.rollouts_done == 2:
             self.module = None
-            threading.Thread(target=lambda: (time.sleep(0.02), self._break()), daemon=True).start()
+            channel = trainer.strategy.colocation.engine._weights
+            broadcast, calls = channel._broadcast, itertools.count()
+
+            def counted(flat):
+                if next(calls) == 5:
+                    self._break()
+                broadcast(flat)
+
+            channel._broadcast = counted
 
 
-def checkpointed(model, root: Path, engine: RemoteEngine, callbacks=(), **settings):
+def checkpointed(model, root: Path, callbacks=(), *, timeout: float = 100.0, rollout_timeout=100.0, **settings):
+    engine = RemoteEngine(threads=1, bucket_bytes=20_000, timeout=timeout)
     saves = ModelCheckpoint(dirpath=root / "checkpoints", every_n_train_steps=1, save_last=True, save_top_k=1)
-    strategy = RollplexStrategy(engine=engine, rollout_timeout=4.0)
+    strategy = RollplexStrategy(engine=engine, rollout_timeout=rollout_timeout)
     options = {"strategy": strategy, "enable_checkpointing": True}
     return train(
         model, root, trainer=options, callbacks=[saves, *callbacks], max_completion_length=80, **(STEPS | settings)
@@ -76,19 +85,18 @@ def engine_folders() -> set[str]:
 
 @pytest.fixture(scope="module")
 def straight(parity_folder, tmp_path_factory):
-    engine = RemoteEngine(threads=1, bucket_bytes=1000)
-    return weights(checkpointed(parity_folder, tmp_path_factory.mktemp("straight"), engine))
+    return weights(checkpointed(parity_folder, tmp_path_factory.mktemp("straight")))
 
 
 @pytest.mark.parametrize(
     ("at", "number", "message"),
     [
-        ("decode", "SIGSTOP", "the engine gave no sign of life for 4 s during the rollout phase"),
+        ("decode", "SIGSTOP", "the engine gave no sign of life for 12 s during the rollout phase"),
         ("decode", "SIGKILL", r"the engine failed during the rollout phase .* was ended by SIGKILL"),
         (
             "push",
             "SIGSTOP",
-            r"RemoteEngine\(TorchEngine on cpu\) took no weights for 3 s .* the publication of weights",
+            r"RemoteEngine\(TorchEngine on cpu\) took no weights for 5 s .* the publication of weights",
         ),
         (
             "push",
@@ -101,17 +109,14 @@ def test_the_run_ends_the_process_is_gone_and_the_last_checkpoint_goes_on(
     parity_folder, tmp_path, straight, at, number, message
 ):
     before, broken = engine_folders(), Break(at, number)
-    engine = RemoteEngine(threads=1, bucket_bytes=1000, timeout=3.0)
-    begin = time.monotonic()
     with pytest.raises((EngineError, EngineProcessError), match=message):
-        checkpointed(parity_folder, tmp_path, engine, [broken])
-    assert broken.pid and time.monotonic() - begin < 60
+        checkpointed(parity_folder, tmp_path, [broken], timeout=5.0, rollout_timeout=12.0)
     end = time.monotonic() + 10  # a lane that is stuck ends it meanwhile
     while alive(broken.pid) and time.monotonic() < end:
         time.sleep(0.05)
     assert not alive(broken.pid) and engine_folders() == before
     last = str(tmp_path / "checkpoints" / "last.ckpt")
-    again = checkpointed(parity_folder, tmp_path, RemoteEngine(threads=1, bucket_bytes=1000), ckpt_path=last)
+    again = checkpointed(parity_folder, tmp_path, ckpt_path=last)
     assert same_bits(weights(again), straight)
 
 

@@ -454,6 +454,22 @@ def test_settings_that_cannot_work_are_refused(settings, message):
         RemoteEngine(**settings)
 
 
+def test_errors_name_the_rank_among_several_and_each_has_a_server_of_its_own(monkeypatch, tmp_path):
+    (tmp_path / "key").write_text("k" * 32)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    settings = {"key_file": str(tmp_path / "key"), "start_timeout": 0.2}
+    with pytest.raises(ValueError, match=r"address='127.0.0.1:1' is one server, .* the trainer has 2: give a list"):
+        RemoteEngine(address="127.0.0.1:1", **settings)._launch()
+    with pytest.raises(ValueError, match="has no entry for rank 1"):
+        RemoteEngine(address=["127.0.0.1:1"], **settings)._launch()
+    engine = RemoteEngine(address=["127.0.0.1:1", "127.0.0.1:2"], **settings)
+    with pytest.raises(EngineProcessError, match=r"no engine server answers at 127.0.0.1:2 .* A server serves one run"):
+        engine._launch()
+    error = str(engine._failed(f"weights did not reach {engine._name}"))
+    assert "RemoteEngine(TorchEngine on 127.0.0.1:2) of rank 1" in error
+
+
 @pytest.mark.parametrize("callback", [PrefillReuse, SharedWeights])
 def test_callbacks_that_need_the_trainers_tensors_are_refused(parity_folder, tmp_path, callback):
     with pytest.raises(ValueError, match="RemoteEngine"):

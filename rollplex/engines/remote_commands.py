@@ -185,11 +185,12 @@ class Server:
         """Be a further rank."""
         self.follows = True
         start = join.start
-        store: Any = (
-            dist.FileStore(start.store, 1 + start.ranks)
-            if start.store is not None
-            else dist.TCPStore(join.host, join.port, None)
-        )
+        store: Any
+        if start.store is not None:
+            store = dist.FileStore(start.store, 1 + start.ranks)
+        else:
+            assert join.port is not None
+            store = dist.TCPStore(join.host, join.port, None)
         self.engine = start.engine
         self._join_as(join, store)
 

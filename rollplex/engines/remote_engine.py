@@ -58,6 +58,7 @@ class RemoteEngine(RolloutEngine):
 
     Args:
         engine: What generates there; None is `TorchEngine`. `vision: shared` needs the trainer's process: refused.
+            Its `release_kv_cache` has no effect: nobody else is there to use the memory.
         device: Of the engine process: "cpu", or "cuda:N" as the trainer's process counts; with `tensor_parallel_size` T
             the T devices from it on. A list gives one for each rank of the machine.
         cores: CPU cores of the engine process; the trainer's process keeps to its others meanwhile. For one rank per
