@@ -29,9 +29,9 @@ def check_folder(owner: str, path: Path) -> None:
 
 def append_jsonl(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
     """Append one line a record, all in one write: a reader or a crash sees every line whole. NaN becomes null."""
-    data = "".join(
-        json.dumps(_plain(record), ensure_ascii=False, allow_nan=False) + "\n" for record in records
-    ).encode()
+    data = "".join(json.dumps(_plain(record), ensure_ascii=False, allow_nan=False) + "\n" for record in records).encode(
+        errors="replace"
+    )  # half a surrogate pair is no text
     path.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     try:

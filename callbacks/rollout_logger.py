@@ -14,8 +14,8 @@ from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from PIL import Image
 
 from rollplex.callbacks.files import append_jsonl, write_whole
-from rollplex.checks import check_flag, check_whole
 from rollplex.data.records import Group
+from rollplex.kinds import check_flag, check_whole
 from rollplex.phases import PhaseCallback
 
 RESPONSE_COLUMNS = ("response", "reward", "components", "tokens", "finish_reason")

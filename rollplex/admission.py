@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from rollplex.checks import check_whole
+from rollplex.kinds import check_whole
 
 WEIGHT = 0.2
 """Of a new measurement in the running mean."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from rollplex.checks import check_reuse
 from rollplex.units import PREFILL_KINDS, Unit, UnitKind
 
 if TYPE_CHECKING:
@@ -32,12 +33,7 @@ class BeforeRollout:
     def _prefill(self: Any, pending: list[Unit], state: ScheduleState) -> None:
         if not (self.reuse_prefill and self.lane.engine.takes_prefix):
             return
-        if self.lockstep is not None:
-            raise ValueError(
-                "callbacks: PrefillReuse takes the trainer's prefixes before the decode, and with parameters sharded "
-                "over several ranks (ZeRO-3, train_tp) each rank would have to wait for all; take it out, or use "
-                "ZeRO-2 with train_tp 1"
-            )
+        check_reuse(self.lockstep is not None)
         for unit in [u for u in pending if u.kind in PREFILL_KINDS and self._ready(u, state)]:
             self.check_stop()
             if self.admission.fits(unit.id, unit.sort, unit.work, unit.density, self.held_bytes()):

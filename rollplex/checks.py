@@ -9,24 +9,10 @@ from typing import Any, get_args
 
 from rollplex.grpo.advantages import ScaleRewards
 from rollplex.grpo.importance import ImportanceMode
+from rollplex.kinds import check_flag, check_whole
 from rollplex.models.lora_settings import check_lora
 from rollplex.models.split_model import Part
 from rollplex.residency import LIFETIMES
-
-
-def check_whole(name: str, value: Any, *, null: str | None = None) -> None:
-    """ValueError unless `value` is a whole number above 0. null: what None stands for, where it may be None."""
-    if value is None and null is not None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        more = f", or null for {null}" if null is not None else ""
-        raise ValueError(f"{name}={value!r} must be a whole number above 0{more}")
-
-
-def check_flag(name: str, value: Any) -> None:
-    """ValueError unless `value` is true or false."""
-    if not isinstance(value, bool):
-        raise ValueError(f"{name}={value!r} must be true or false")
 
 
 def check_settings(h: Mapping[str, Any]) -> None:
@@ -36,8 +22,7 @@ def check_settings(h: Mapping[str, Any]) -> None:
         ("prompts_per_pass", 1), ("eval_num_generations", 1), ("warmup_steps", 0), ("reward_workers", 0), ("top_k", 0),
         ("max_resample_times", 1),
     ):  # fmt: skip
-        if isinstance(h[name], bool) or not isinstance(h[name], int) or h[name] < least:
-            raise ValueError(f"{name}={h[name]!r} must be a whole number, at least {least}")
+        check_whole(name, h[name], least)
     for name in ("learning_rate", "weight_decay", "entropy_coef", "beta"):
         if not (math.isfinite(h[name]) and h[name] >= 0):
             raise ValueError(f"{name}={h[name]} must be a finite number, 0 or more")
@@ -224,6 +209,16 @@ def check_takes_prefix(engine: str, takes_prefix: bool) -> None:
         )
 
 
+def check_reuse(sharded: bool) -> None:
+    """Of PrefillReuse. sharded: parameters or engines are of several ranks."""
+    if sharded:
+        raise ValueError(
+            "callbacks: PrefillReuse takes the trainer's prefixes before the decode, and with parameters sharded over "
+            "several ranks (ZeRO-3, train_tp) or an engine of several ranks each would have to wait for all; take it "
+            "out, or use ZeRO-2 with train_tp 1 and tensor_parallel_size 1"
+        )
+
+
 def check_remote(engine: str, takes_vision: bool) -> None:
     """Of the engine inside a RemoteEngine."""
     if engine == "RemoteEngine":
@@ -276,6 +271,5 @@ def check_offload(offload: Any, update_chunk_bytes: Any, pin: Any) -> None:
         twice = sorted({name for name in offload if offload.count(name) > 1})
         if twice:
             raise ValueError(f"PhaseOffload: offload names {', '.join(twice)} twice; name each state once")
-    if not isinstance(pin, bool):
-        raise ValueError(f"PhaseOffload: pin={pin!r} must be true or false")
+    check_flag("PhaseOffload: pin", pin)
     check_whole("PhaseOffload: update_chunk_bytes", update_chunk_bytes, null="all at once")

@@ -133,7 +133,8 @@ def _package(error: BaseException) -> tuple[str, dict[str, Any]]:
 def _unwrapped(error: BaseException | None) -> BaseException | None:
     """Our own error inside the parser's: it wraps what a constructor raises, once for each class around it.
 
-    Of the types that a setting may have, it chains the error of the first one only, and that need not be ours.
+    Of the types that a setting may have, it chains the error of the first one only, and that need not be ours; the
+    others are in a variable of its own, as long as it has that.
     """
     if error is None:
         return None
@@ -146,12 +147,19 @@ def _unwrapped(error: BaseException | None) -> BaseException | None:
     return next((found for inner in wrapped if (found := _unwrapped(inner)) is not None), None)
 
 
+def _all_of_parser(error: BaseException | None) -> bool:
+    while error is not None and _package(error)[0] == "jsonargparse":
+        error = error.__cause__ or error.__context__
+    return error is None
+
+
 def of_settings(error: BaseException) -> BaseException | None:
     """What one of our own checks said of a setting before any work, so that its message is all there is to say.
 
-    An engine process that does not come up while the strategy is set up counts too. None for any other error.
+    An engine process that does not come up while the strategy is set up counts too, and what the parser itself says:
+    it may quote an error of ours among those of other types without chaining it. None for any other error.
     """
-    ours = _unwrapped(error)
+    ours = _unwrapped(error) or (error if _all_of_parser(error) else None)
     names = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
     early = "setup" in names if isinstance(ours, EngineProcessError) else isinstance(ours, ValueError)
     return ours if early and not names & STEPS else None

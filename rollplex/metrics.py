@@ -60,7 +60,7 @@ METRICS: dict[str, tuple[str, str]] = {
         "vision tower passes per prompt with pictures or videos: engine, actor, reference; without those of "
         "checkpointing in backward",
     ),
-    "rows_skipped": ("rows", "bad rows left out so far"),
+    "rows_skipped": ("rows", "bad rows left out so far, by any rank"),
     "updates": ("steps", "optimizer steps so far"),
     "time/step": ("s", "wall-clock of the step, without data loading"),
     "time/{phase}": ("s", "time in one phase: rollout, score, train, update, publish"),

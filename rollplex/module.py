@@ -276,7 +276,7 @@ class GRPOModule(WithRandomStates, WithEvaluation, LightningModule):
         times = time_metrics(colocation.timeline, time.perf_counter() - start, sum(part.tokens for part in rounds))
         own = merge([step_tallies(part) for part in rounds])
         own |= tallies(times | admission_metrics(colocation.executor.admission) | resample_metrics(rounds))
-        own |= tallies({"rows_skipped": float(len(self.trainer.datamodule.bad_rows))}, "sum")
+        own |= tallies({"rows_skipped": float(self.trainer.datamodule.rows_skipped(ranks))})
         metrics |= values(merge(ranks.gather(own | tallies(colocation.watch.metrics()))))
         check_names(metrics)
         for name, value in metrics.items():

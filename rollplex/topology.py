@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rollplex.kinds import check_whole
+
 Groups = list[list[int]]
 """Processes by group; every process is in one. Ascending within a group, which is the order of the ranks in it."""
 
@@ -25,8 +27,7 @@ class Topology:
 
     def __post_init__(self) -> None:
         for name, degree in (("train_tp", self.train_tp), ("tensor_parallel_size", self.rollout_tp)):
-            if isinstance(degree, bool) or not isinstance(degree, int) or degree < 1:
-                raise ValueError(f"{name}={degree!r} must be a whole number of at least 1")
+            check_whole(name, degree)
         if self.block % min(self.train_tp, self.rollout_tp):
             raise ValueError(
                 f"train_tp={self.train_tp} and the engine's tensor_parallel_size={self.rollout_tp}: one must divide "

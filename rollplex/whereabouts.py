@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -25,6 +24,8 @@ GRACE = 30.0
 """Seconds from the failure of one rank after which one that did not notice is ended."""
 LOOK = 1.0
 """Seconds between two looks for failed ranks."""
+SILENT = 5.0
+"""Seconds without an answer after which the store's host counts as one that does not answer."""
 SHOWN = 8
 """Ranks that an error names at most."""
 
@@ -38,10 +39,11 @@ class RankError(RuntimeError):
 class Whereabouts:
     """Of one rank among its peers; alone it keeps nothing. `note` is called by the Trainer's thread only."""
 
-    def __init__(self, rank: int = 0, world: int = 1, store: Any = None) -> None:
+    def __init__(self, rank: int = 0, world: int = 1, store: Any = None, reader: Any = None) -> None:
+        """store: that this rank's notes go to. reader: another connection to it, as whoever reads may have to wait."""
         self.rank, self.world = rank, world
         self.phase, self.unit = "start", ""
-        self._store = store
+        self._store, self._reader = store, reader or store
         self._host: dict[str, Any] | None = None
         """The last note of rank 0."""
         self._end = threading.Event()
@@ -51,9 +53,9 @@ class Whereabouts:
     def connect(cls, rank: int, world: int) -> Whereabouts:
         """Over the store of the default process group. Every rank calls it as often."""
         store: Any = dist.distributed_c10d._get_default_store()
-        own = store.clone()  # waiting calls of others must not hold up ours
-        own.set_timeout(timedelta(seconds=5))
-        where = cls(rank, world, dist.PrefixStore(f"rollplex/{next(_runs)}", own))
+        run = f"rollplex/{next(_runs)}"
+        # Waiting calls of others must not hold up ours.
+        where = cls(rank, world, *(dist.PrefixStore(run, store.clone()) for _ in range(2)))
         where.note("start")
         threading.Thread(target=where._watch, name="rollplex-ranks", daemon=True).start()
         return where
@@ -71,6 +73,14 @@ class Whereabouts:
     def note(self, phase: str, unit: str = "") -> None:
         self.phase, self.unit = phase, unit
         self._write(f"at/{self.rank}", {"phase": phase, "unit": unit, "since": time.time()})
+
+    @contextmanager
+    def inside(self, phase: str) -> Iterator[None]:
+        """Note it, and afterwards the phase before again; an error leaves the note."""
+        before = self.phase, self.unit
+        self.note(phase)
+        yield
+        self.note(*before)
 
     def last_words(self, error: BaseException) -> None:
         """This rank fails; the others are told why. Somebody else's failure is not repeated as one's own."""
@@ -101,18 +111,33 @@ class Whereabouts:
         )
 
     def others(self) -> str:
-        """What is known of the other ranks, those that said why they failed first."""
+        """What is known of the other ranks, those that said why they failed first. Takes `SILENT` seconds at most: no
+        limit of the store's own holds when its host is stopped, or cut off."""
+        told: list[str] = []
+        reading = threading.Thread(target=lambda: told.append(self._others()), daemon=True)
+        reading.start()
+        reading.join(SILENT)
+        return (
+            told[0]
+            if told
+            else f"rank 0, which keeps the ranks' notes, does not answer{self._host_was}"
+        )
+
+    def _others(self) -> str:
         found = []
         for rank in range(self.world):
             if rank != self.rank:
                 said, at = self._read(f"said/{rank}"), self._read(f"at/{rank}")
                 found.append((not (said and said["said"]), at["since"] if at else 0.0, _tell(rank, said, at)))
         if self._store is None:
-            last = f" ({_tell(0, None, self._host)} at the last look)" if self._host else ""
-            return f"rank 0 is gone, and with it what the ranks had noted of themselves{last}"
+            return f"rank 0 is gone, and with it what the ranks had noted of themselves{self._host_was}"
         told = [text for _, _, text in sorted(found)]
         left = [f"and {len(told) - SHOWN} more"] if len(told) > SHOWN else []
         return "; ".join(told[:SHOWN] + left)
+
+    @property
+    def _host_was(self) -> str:
+        return f" ({_tell(0, None, self._host)} at the last look)" if self._host else ""
 
     def close(self) -> None:
         self._end.set()
@@ -130,8 +155,8 @@ class Whereabouts:
             self._store = None
 
     def _read(self, key: str) -> dict[str, Any] | None:
-        store = self._store
-        if store is None:
+        store = self._reader
+        if self._store is None:
             return None
         try:
             return json.loads(store.get(key)) if store.check([key]) else None

@@ -36,16 +36,16 @@ DEADLINE = 6.0
 
 
 class Events(PhaseCallback):
-    """Counts what happens on a rank, and kills it at the `number`-th event."""
+    """Counts what happens on a rank, and kills or stops it at the `number`-th event."""
 
-    def __init__(self, number: int | None = None) -> None:
-        self.number, self.seen = number, []
+    def __init__(self, number: int | None = None, how: int = signal.SIGKILL) -> None:
+        self.number, self.how, self.seen = number, how, []
 
     def _event(self, name: str) -> None:
         self.seen.append(name)
         if len(self.seen) - 1 == self.number:
             print(f"killed at {name}", flush=True)
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), self.how)
 
     def on_phase_start(self, trainer, phase):
         self._event(f"{phase} phase")
@@ -75,6 +75,18 @@ class SleepyTask(PictureTask):
         return super().reward(sample, response)
 
 
+class SleepyData(PictureTask):
+    """A row of its never becomes a prompt on rank 1: the fifth that it asks for, of the third step."""
+
+    calls = 0
+
+    def messages(self, sample):
+        self.calls += 1
+        if os.environ["RANK"] == "1" and self.calls > 4:
+            time.sleep(1000)
+        return super().messages(sample)
+
+
 class SleepyEngine(TorchEngine):
     """Never comes back from a step on rank 1, in the second step."""
 
@@ -90,10 +102,10 @@ def one_rank(job: dict[str, Any], folder: Path, model: str, stage: int) -> None:
     whereabouts.GRACE = 2.0
     rank = int(os.environ["RANK"])
     number = job["at"] if job.get("rank") == rank else None
-    events = Events(number)
+    events = Events(number, signal.SIGSTOP if job.get("hang") == "stop" else signal.SIGKILL)
     saves = ModelCheckpoint(dirpath=folder / job["folder"], every_n_train_steps=1, save_last=True, save_top_k=0)
     settings: dict[str, Any] = {"collective_timeout": DEADLINE, "rollout_timeout": DEADLINE} if job.get("hang") else {}
-    task = SleepyTask() if job.get("hang") == "reward" else None
+    task = {"reward": SleepyTask, "data": SleepyData}.get(job.get("hang", ""), PictureTask)()
     if job.get("hang") == "engine":
         settings["engine"] = SleepyEngine()
     options = {"strategy": strategy(stage, **settings), "devices": WORLD, "enable_checkpointing": True}
@@ -146,7 +158,7 @@ def run_job(job: dict[str, Any], folder: Path, model: str, stage: int) -> list[d
             first = first or now
             code = os.waitstatus_to_exitcode(status)
             ended[pids.pop(pid)] = {"code": code, "seconds": now - begin, "after_first": now - first}
-        elif now - (first or begin) > PATIENCE:
+        elif now - (first or begin) > PATIENCE or (first and job.get("hang") == "stop"):
             for pid, rank in pids.items():
                 ended[rank] = {"code": None, "seconds": now - begin, "after_first": PATIENCE}
                 os.kill(pid, signal.SIGKILL)

@@ -270,9 +270,9 @@ def test_trainer_options_without_effect_are_refused(parity_folder, tmp_path, tra
         ({"freeze": ["vision"]}, r"freeze=\['vision'\] must be null or a list of vision_tower, projector"),
         ({"freeze": "vision_tower"}, "freeze='vision_tower' must be null or a list"),
         ({"freeze": 3}, "freeze=3 must be null or a list"),
-        ({"num_mini_batches": 0}, "num_mini_batches=0 must be a whole number, at least 1"),
-        ({"num_mini_batches": 1.5}, "num_mini_batches=1.5 must be a whole number, at least 1"),
-        ({"num_iterations": True}, "num_iterations=True must be a whole number, at least 1"),
+        ({"num_mini_batches": 0}, "num_mini_batches=0 must be a whole number, 1 or more"),
+        ({"num_mini_batches": 1.5}, "num_mini_batches=1.5 must be a whole number, 1 or more"),
+        ({"num_iterations": True}, "num_iterations=True must be a whole number, 1 or more"),
         ({"stop": "END"}, "stop='END'"),
     ],
 )
@@ -391,7 +391,7 @@ def test_a_late_row_above_the_budget_runs_after_the_rollout(parity_folder, tmp_p
 
 def test_budget_is_a_whole_number():
     for wrong in ("5", 2.5, 0):
-        with pytest.raises(ValueError, match="must be a whole number above 0"):
+        with pytest.raises(ValueError, match="must be a whole number, 1 or more"):
             RollplexStrategy(prefix_budget_bytes=wrong)
 
 

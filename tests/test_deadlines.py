@@ -48,6 +48,11 @@ def hang(what: str) -> dict[str, Any]:
     return {"name": f"hang_{what}", "folder": f"hang_{what}", "hang": what}
 
 
+def stop(rank: int, at: int) -> dict[str, Any]:
+    """A rank that is stopped by a signal: it does nothing from then on, and nobody closes its connections."""
+    return {"name": f"stop{rank}_{at}", "folder": f"stop{rank}_{at}", "hang": "stop", "rank": rank, "at": at}
+
+
 @pytest.fixture(scope="module")
 def quick(parity_folder, tmp_path_factory):
     folder = tmp_path_factory.mktemp("quick")
@@ -115,6 +120,32 @@ def test_a_rank_that_hangs_in_a_reward_is_named_with_unit_and_phase_and_then_end
     # It never noticed, and would have kept its launcher waiting.
     assert ends[1]["code"] == 1 and ends[1]["after_first"] < DEADLINE
     assert "and this rank is still in unit reward[" in log(quick, "hang_reward", 1)
+
+
+@pytest.mark.slow
+def test_a_loader_that_hangs_on_one_rank_is_named(parity_folder, tmp_path):
+    run_jobs(tmp_path, parity_folder, 0, [hang("data")])
+    assert [end["code"] for end in ended(tmp_path, "hang_data")] == [1, 1]
+    assert re.search(
+        r"RankError: rank 0: .* got no answer for \d s\. rank 1 was last seen to enter the data phase",
+        log(tmp_path, "hang_data", 0),
+    )
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_is_named_by_the_other(parity_folder, tmp_path):
+    """Rank 0 holds the store of the ranks' notes: when it is stopped, they cannot be read either."""
+    jobs = [stop(rank, at) for rank in (0, 1) for at in (20, 27, 34)]
+    run_jobs(tmp_path, parity_folder, 0, jobs)
+    for job in jobs:
+        other = 1 - job["rank"]
+        end, text = ended(tmp_path, job["name"])[other], log(tmp_path, job["name"], other)
+        point = re.search(r"killed at (.*)", log(tmp_path, job["name"], job["rank"]))
+        print(f"rank {job['rank']} stopped at {point and point[1]}: the other ended after {end['seconds']:.1f} s")
+        assert end["code"] == 1 and point is not None, (job, text[-3000:])
+        at = r"was last seen to enter (unit \S+ of )?the \w+ phase"
+        where = rf"rank 1 {at}" if job["rank"] == 1 else rf"rank 0, which .* does not answer( \(rank 0 {at}|\.)"
+        assert re.search(rf"RankError: rank {other}: .* phase got no answer for \d+ s\. {where}", text), text[-3000:]
 
 
 @pytest.mark.slow

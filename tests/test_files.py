@@ -356,8 +356,26 @@ def test_turns_and_added_prompts(folder, tiny_processor):
     assert task.messages(task.samples("train")[0])[0]["content"] == [{"type": "text", "text": "own"}]
 
 
+@pytest.mark.parametrize(
+    "turns",
+    [
+        [{"from": "human", "value": "<image>\nhow many?"}, {"from": "gpt", "value": "4"}],  # LLaVA
+        [{"role": "user", "content": "<image>\nhow many?"}, {"role": "assistant", "content": "4"}],
+    ],
+)  # fmt: skip
+def test_the_assistants_last_message_is_the_answer_and_no_part_of_the_prompt(turns, folder):
+    name = "conversations" if "from" in turns[0] else "messages"
+    task = task_of(folder, [{name: turns, "image": ONE}, {name: turns, "image": ONE, "solution": "5"}])
+    rows = task.samples("train")
+    assert [row["answer"] for row in rows] == ["4", "5"]
+    for row in rows:
+        (message,) = task.messages(row)
+        assert [part["type"] for part in message["content"]] == ["image", "text"]
+        assert message["role"] == "user" and message["content"][1]["text"] == "\nhow many?"
+
+
 BAD = {
-    "no prompt": ({"images": [ONE]}, "has none of messages, prompt, problem, question; its fields are"),
+    "no prompt": ({"images": [ONE]}, "has none of messages, prompt, problem, question, conversations; its fields are"),
     "prompt type": ({"problem": 7}, "problem must be text or a list of messages, not int"),
     "empty messages": ({"messages": []}, "messages must be text or a list"),
     "message type": ({"messages": ["a"]}, "a message must be an object"),
@@ -366,7 +384,10 @@ BAD = {
     "content": ({"messages": [{"role": "user", "content": 5}]}, "content must be text or a list of parts, not int"),
     "part": ({"messages": [{"role": "user", "content": ["a"]}]}, "a part of a message must be an object"),
     "part type": ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "'audio' is none of text"),
-    "answered": ({"messages": [{"role": "assistant", "content": "a"}]}, "the last message is the assistant's"),
+    "answered": (
+        {"messages": [{"role": "assistant", "content": "a"}]},
+        "the last message before the answer is no more",
+    ),
     "too few": ({"problem": "<image><image>", "images": [ONE]}, "the text has 2 <image> for 1 images"),
     "too many": ({"problem": "<image>", "images": [ONE, TWO]}, "the text has 1 <image> for 2 images"),
     "to fill": (

@@ -27,6 +27,7 @@ LAYERS = [
             "cores",
             "data",
             "grpo",
+            "kinds",
             "metrics",
             "models",
             "offload",

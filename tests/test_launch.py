@@ -181,3 +181,17 @@ def test_a_setting_that_a_constructor_refuses_is_one_line_too(monkeypatch, capsy
         main()
     err = capsys.readouterr().err
     assert end.value.code == 2 and f"error: {words}" in err and "Traceback" not in err and "Union" not in err
+
+
+def test_what_the_parser_no_longer_hands_over_is_still_told(monkeypatch, capsys, tmp_path):
+    """The errors beside the first one are in a variable of jsonargparse, which another version may not have."""
+    from rollplex import cli
+
+    monkeypatch.setattr(cli, "_package", lambda error, found=cli._package: (found(error)[0], {}))
+    monkeypatch.chdir(ROOT)
+    wrong = ["--trainer.strategy", "rollplex.RollplexStrategy", "--trainer.strategy.engine", REMOTE % "timeout: -1"]
+    monkeypatch.setattr(sys, "argv", ["rollplex", "fit", "--config", "configs/digits_cpu.yaml", *wrong])
+    with pytest.raises(SystemExit) as end:
+        main()
+    err = capsys.readouterr().err
+    assert end.value.code == 2 and "error: " in err and "timeout=-1" in err and "Traceback" not in err

@@ -291,10 +291,10 @@ def test_an_engine_without_a_pool_is_refused_by_name_and_left_alone_by_auto(pari
     [
         (dict(offload=["moments"]), r"offload names \['moments'\]; there are parameters, masters, optimizer"),
         (dict(offload="all"), "offload='all' must be auto or a list"),
-        (dict(update_chunk_bytes=0), "update_chunk_bytes=0 must be a whole number above 0"),
-        (dict(update_chunk_bytes="4GB"), "update_chunk_bytes='4GB' must be a whole number above 0, or null"),
-        (dict(update_chunk_bytes=True), "update_chunk_bytes=True must be a whole number above 0"),
-        (dict(update_chunk_bytes=float("nan")), "update_chunk_bytes=nan must be a whole number above 0"),
+        (dict(update_chunk_bytes=0), "update_chunk_bytes=0 must be a whole number, 1 or more"),
+        (dict(update_chunk_bytes="4GB"), "update_chunk_bytes='4GB' must be a whole number, 1 or more, or null"),
+        (dict(update_chunk_bytes=True), "update_chunk_bytes=True must be a whole number, 1 or more"),
+        (dict(update_chunk_bytes=float("nan")), "update_chunk_bytes=nan must be a whole number, 1 or more"),
         (dict(offload=None), "offload=None must be auto or a list of states"),
         (dict(offload=[{}]), "offload=.* must be auto or a list of states"),
     ],
@@ -330,8 +330,8 @@ def test_the_windows_admission_asks_the_ledger(parity_folder, tmp_path):
     assert tight.seen[-1]["metrics"]["units_refused/memory"] >= 1
     assert tight_look.watch.ledger.step.totals().get(Stage.PREFIX_ACT, 0) <= limit
     assert same_bits(weights(free), weights(tight))
-    with pytest.raises(ValueError, match="memory_limit_bytes=0 must be a whole number above 0"):
+    with pytest.raises(ValueError, match="memory_limit_bytes=0 must be a whole number, 1 or more"):
         RollplexStrategy(memory_limit_bytes=0)
     for strategy in (RollplexStrategy, RollplexDDPStrategy):
-        with pytest.raises(ValueError, match="memory_limit_bytes=True must be a whole number above 0, or null"):
+        with pytest.raises(ValueError, match="memory_limit_bytes=True must be a whole number, 1 or more, or null"):
             strategy(memory_limit_bytes=True)

@@ -34,7 +34,7 @@ VLLM, TORCH = "rollplex.engines.VLLMEngine", "rollplex.engines.TorchEngine"
         ({"stage": 0}, (VLLM, {}), [], {}, "stage=0 must be 1, 2 or 3"),
         ({"stage": 3, "train_tp": 2}, (VLLM, {}), [], {}, "train_tp=2 needs parameters that ZeRO-3 does not cut"),
         ({"train_tp": 2}, (TORCH, {"vision": "shared"}), [], {}, "vision=shared takes features that the trainer of its own rank"),
-        ({"train_tp": 2}, (TORCH, {}), ["PrefillReuse"], {}, "PrefillReuse does not go with parameters sharded"),
+        ({"train_tp": 2}, (TORCH, {}), ["PrefillReuse"], {}, "PrefillReuse takes the trainer's prefixes before"),
         ({"train_tp": 2}, (VLLM, {}), [], {"lora": {"r": 2}}, "lora with train_tp=2 is not supported"),
         ({}, (VLLM, {"tensor_parallel_size": 2}), [], {"lora": {"r": 2}}, "lora with tensor_parallel_size=2 is not"),
         ({}, (TORCH, {}), ["SharedWeights"], {}, "SharedWeights is for VLLMEngine, but the engine is a TorchEngine"),

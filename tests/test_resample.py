@@ -216,7 +216,7 @@ def test_further_rows_are_the_others_and_differ_by_rollout():
         ({"num_iterations": 2}, "dynamic_sample with num_iterations=2 is not supported.*set num_iterations to 1"),
         ({"num_mini_batches": 2}, "dynamic_sample with num_mini_batches=2 is not supported"),
         ({"scale_rewards": "batch"}, "dynamic_sample with scale_rewards=batch is not supported.*group or none"),
-        ({"max_resample_times": 0}, "max_resample_times=0 must be a whole number, at least 1"),
+        ({"max_resample_times": 0}, "max_resample_times=0 must be a whole number, 1 or more"),
     ],
 )
 def test_what_clashes_is_refused(parity_folder, settings, message):

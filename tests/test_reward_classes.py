@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 import pickle
 import re
@@ -424,7 +425,9 @@ def test_an_async_reward_in_a_running_loop_says_what_to_do():
     ("function", "reason", "message", "workers"),
     [
         (too_few, "raised", "expected 2 scores, got 1", 0),
-        (no_list, "raised", "expected 2 scores, got float", 0),
+        (no_list, "raised", "expected a list of 2 scores in the responses' order, got float", 0),
+        (lambda completions: {0: 1.0, 1: 2.0}, "raised", "in the responses' order, got dict", 0),
+        (lambda completions: {1.0, 2.0}, "raised", "in the responses' order, got set", 0),
         (never, "timeout", "", 0),
         (never, "timeout", "", 1),
     ],
@@ -457,10 +460,11 @@ def test_other_callables_and_names(tmp_path, monkeypatch):
         FunctionReward("my_own_rewards.near"),
         FunctionReward(Judge(), name="judge"),
         FunctionReward(lambda completion: 1.0),
+        FunctionReward(functools.partial(waits), name="bound"),
     ]
     result = score(*rewards, texts=["4"])
-    assert list(result.components) == ["near", "judge", "<lambda>"]
-    same(result.rewards, [1.75])
+    assert list(result.components) == ["near", "judge", "<lambda>", "bound"]
+    same(result.rewards, [2.75])
     assert pickle.loads(pickle.dumps(rewards[0])).name == "near"
 
 

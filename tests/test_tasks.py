@@ -16,6 +16,7 @@ from scipy import ndimage
 
 from rollplex.cli import main
 from rollplex.data.records import Rollout, Sample
+from rollplex.planner.names import settings_of_class
 from rollplex.tasks.charts import LETTERS, Charts
 from rollplex.tasks.counting import Counting
 from rollplex.tasks.generated import ChoiceTask, GeneratedTask
@@ -162,7 +163,7 @@ def test_rows_are_the_same_again_and_none_comes_twice(name):
 
 def settings_of(task: GeneratedTask) -> dict:
     """The settings that the tasks of this file are made with."""
-    names = set(type(task).__init__.__annotations__) - {"return"}
+    names = settings_of_class(type(task)) or []
     renamed = {"min_count": lambda: int(task.choices[0]), "max_count": lambda: int(task.choices[-1]),
                "shape_size": lambda: task.sizes}  # fmt: skip
     found = {name: renamed[name]() if name in renamed else getattr(task, name) for name in names}

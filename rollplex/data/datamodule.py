@@ -17,7 +17,9 @@ from rollplex.data.images import MAX_IMAGE_PIXELS
 from rollplex.data.records import Prompt
 from rollplex.data.video import MAX_SECONDS
 from rollplex.models.registry import context_length
+from rollplex.ranks import Ranks
 from rollplex.tasks.base import Split, VLMTask
+from rollplex.whereabouts import Whereabouts
 
 _SPLITS: dict[str, tuple[Split, ...]] = {
     "fit": ("train", "validation"),
@@ -31,10 +33,10 @@ class _PromptLoader:
     """What Lightning iterates: lists of prompts, bad rows taken out and reported."""
 
     def __init__(
-        self, loader: DataLoader[Any], report: Callable[[BadRow], None], rank: int = 0, world: int = 1
+        self, loader: DataLoader[Any], report: Callable[[BadRow], None], ranks: tuple[int, int], where: Whereabouts
     ) -> None:
         self.loader, self.report = loader, report
-        self.rank, self.world = rank, world
+        (self.rank, self.world), self.where = ranks, where
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -44,7 +46,11 @@ class _PromptLoader:
 
     def _lists(self, batches: Iterator[list[Prompt | BadRow]]) -> Iterator[list[Prompt]]:
         empty = 0
-        for batch in batches:
+        while True:
+            with self.where.inside("data"):
+                batch = next(batches, None)
+            if batch is None:
+                return
             bad = [row for row in batch if isinstance(row, BadRow)]
             for row in bad:
                 self.report(row)
@@ -145,6 +151,8 @@ class VLMDataModule(LightningDataModule):
         self.cache_prompts = cache_prompts
         self.num_workers = num_workers
         self._bad: dict[str, str] = {}
+        self._skipped: set[str] = set()
+        """Bad rows of all ranks, as far as `rows_skipped` has heard."""
         self._data: dict[Split, EncodedRows] = {}
         self._encoder: PromptEncoder | None = None
 
@@ -168,8 +176,13 @@ class VLMDataModule(LightningDataModule):
 
     @property
     def bad_rows(self) -> list[tuple[str, str]]:
-        """(row id, reason) of every row skipped so far, each once."""
+        """(row id, reason) of every row that this rank skipped so far, each once."""
         return list(self._bad.items())
+
+    def rows_skipped(self, ranks: Ranks) -> int:
+        """Rows that any rank skipped so far, each once: in another epoch, another rank may meet it. A collective."""
+        self._skipped.update(*ranks.gather(self._bad.keys() - self._skipped))
+        return len(self._skipped)
 
     def setup(self, stage: str) -> None:
         """Read the splits of a stage and check them: enough rows, no id twice, and with on_bad_row="error" each row."""
@@ -265,7 +278,8 @@ class VLMDataModule(LightningDataModule):
             # Its own: a loader draws a seed at each start, and from the global one a resumed run would differ.
             generator=torch.Generator().manual_seed(self.seed),
         )
-        return _PromptLoader(loader, self._report, rank, world)
+        where = getattr(getattr(getattr(self.trainer, "strategy", None), "ranks", None), "where", None)
+        return _PromptLoader(loader, self._report, (rank, world), where or Whereabouts())
 
     def _rank(self) -> tuple[int, int]:
         """(rank, world): each rank encodes its own rows of a batch. `batch_size` is that of all ranks together."""

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from rollplex.kinds import check_flag, check_whole
+
 SETTINGS = (
     "r", "lora_alpha", "target_modules", "exclude_modules", "use_rslora", "init_lora_weights", "layers_to_transform",
     "layers_pattern", "rank_pattern", "alpha_pattern",
@@ -27,9 +29,8 @@ def check_lora(settings: Any) -> None:
     if unknown:
         raise ValueError(f"lora has {', '.join(unknown)}, which cannot be set; it takes {', '.join(SETTINGS)}")
     for name in ("r", "lora_alpha"):
-        _check_whole(name, settings.get(name, 1))
-    if not isinstance(settings.get("use_rslora", False), bool):
-        raise ValueError(f"lora: use_rslora={settings['use_rslora']!r} must be true or false")
+        check_whole(f"lora: {name}", settings.get(name, 1))
+    check_flag("lora: use_rslora", settings.get("use_rslora", False))
     init = settings.get("init_lora_weights", True)
     if not any(init is known or (init == known and isinstance(init, str)) for known in INITS):
         raise ValueError(
@@ -41,11 +42,6 @@ def check_lora(settings: Any) -> None:
     _check_layers(settings)
     for name in ("rank_pattern", "alpha_pattern"):
         _check_pattern(name, settings.get(name))
-
-
-def _check_whole(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"lora: {name}={value!r} must be a whole number, 1 or more")
 
 
 def _check_names(name: str, value: Any) -> None:
@@ -92,7 +88,7 @@ def _check_pattern(name: str, value: Any) -> None:
         if not key or not isinstance(key, str):
             raise ValueError(f"lora: {name} has {key!r}, which must be a module's name or a regular expression")
         _compiles(name, key)
-        _check_whole(f"{name}: {key}", number)
+        check_whole(f"lora: {name}: {key}", number)
 
 
 def as_list(value: Any) -> list[Any]:

@@ -84,6 +84,20 @@ def _qwen_tokens(settings: TinySettings) -> dict[str, Any]:
     }
 
 
+def _qwen_tower(settings: TinySettings, patch: int) -> dict[str, Any]:
+    """The vision config of Qwen2.5-VL and Qwen3-VL, as far as they are alike."""
+    return {
+        "depth": settings.vision_depth,
+        "hidden_size": settings.vision_hidden,
+        "intermediate_size": settings.vision_intermediate,
+        "num_heads": settings.vision_heads,
+        "out_hidden_size": settings.hidden_size,
+        "patch_size": patch,
+        "spatial_merge_size": MERGE,
+        "temporal_patch_size": TEMPORAL_PATCH,
+    }
+
+
 def _mrope_section(settings: TinySettings) -> list[int]:
     """Frequencies given to time, height and width; they sum to half of the head size."""
     half = settings.hidden_size // settings.heads // 2
@@ -125,19 +139,8 @@ def _qwen2_5_vl_config(settings: TinySettings) -> Any:
 
     return Qwen2_5_VLConfig(
         text_config=_text(settings, {"mrope_section": _mrope_section(settings)}),
-        vision_config={
-            "depth": settings.vision_depth,
-            "hidden_size": settings.vision_hidden,
-            "intermediate_size": settings.vision_intermediate,
-            "num_heads": settings.vision_heads,
-            "out_hidden_size": settings.hidden_size,
-            "patch_size": PATCH,
-            "spatial_merge_size": MERGE,
-            "temporal_patch_size": TEMPORAL_PATCH,
-            "tokens_per_second": 2,
-            "window_size": 112,
-            "fullatt_block_indexes": [settings.vision_depth - 1],
-        },
+        vision_config=_qwen_tower(settings, PATCH)
+        | {"tokens_per_second": 2, "window_size": 112, "fullatt_block_indexes": [settings.vision_depth - 1]},
         **_qwen_tokens(settings),
     )
 
@@ -150,15 +153,8 @@ def _qwen3_vl_config(settings: TinySettings) -> Any:
     text = _text(settings, {"mrope_section": [half - 2 * third, third, third], "mrope_interleaved": True})
     return Qwen3VLConfig(
         text_config=text | {"head_dim": settings.hidden_size // settings.heads},
-        vision_config={
-            "depth": settings.vision_depth,
-            "hidden_size": settings.vision_hidden,
-            "intermediate_size": settings.vision_intermediate,
-            "num_heads": settings.vision_heads,
-            "out_hidden_size": settings.hidden_size,
-            "patch_size": QWEN3_PATCH,
-            "spatial_merge_size": MERGE,
-            "temporal_patch_size": TEMPORAL_PATCH,
+        vision_config=_qwen_tower(settings, QWEN3_PATCH)
+        | {
             "num_position_embeddings": 64,
             # What is added behind the last layer would reach no later token.
             "deepstack_visual_indexes": list(range(min(settings.vision_depth, settings.layers - 1))),
@@ -187,16 +183,12 @@ def _qwen_processor(name: str, video: str, patch: int) -> Callable[[TinySettings
 # ---- LLaVA-OneVision and InternVL ------------------------------------------------------------------------------------
 
 
-def _siglip(settings: TinySettings) -> dict[str, Any]:
+def _tile_tower(settings: TinySettings) -> dict[str, Any]:
     return {
-        "model_type": "siglip_vision_model",
         "hidden_size": settings.vision_hidden,
         "intermediate_size": settings.vision_intermediate,
         "num_hidden_layers": settings.vision_depth,
         "num_attention_heads": settings.vision_heads,
-        "image_size": TILE,
-        "patch_size": PATCH,
-        "vision_use_head": False,
     }
 
 
@@ -205,7 +197,8 @@ def _llava_onevision_config(settings: TinySettings) -> Any:
 
     return LlavaOnevisionConfig(
         text_config=_text(settings, {}) | {"model_type": "qwen2"},
-        vision_config=_siglip(settings),
+        vision_config=_tile_tower(settings)
+        | {"model_type": "siglip_vision_model", "image_size": TILE, "patch_size": PATCH, "vision_use_head": False},
         image_token_index=TOKEN_IDS["<|image_pad|>"],
         video_token_index=TOKEN_IDS["<|video_pad|>"],
         image_grid_pinpoints=LLAVA_GRIDS,
@@ -234,15 +227,8 @@ def _internvl_config(settings: TinySettings) -> Any:
 
     return InternVLConfig(
         text_config=_text(settings, {}) | {"model_type": "qwen2"},
-        vision_config={
-            "hidden_size": settings.vision_hidden,
-            "intermediate_size": settings.vision_intermediate,
-            "num_hidden_layers": settings.vision_depth,
-            "num_attention_heads": settings.vision_heads,
-            "attention_bias": True,
-            "image_size": [TILE, TILE],
-            "patch_size": [PATCH, PATCH],
-        },
+        vision_config=_tile_tower(settings)
+        | {"attention_bias": True, "image_size": [TILE, TILE], "patch_size": [PATCH, PATCH]},
         image_token_id=TOKEN_IDS["<|image_pad|>"],
         image_seq_length=(TILE // PATCH // 2) ** 2,
         tie_word_embeddings=settings.tie_word_embeddings,

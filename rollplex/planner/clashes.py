@@ -13,15 +13,17 @@ from rollplex.checks import (
     check_lora_degrees,
     check_remote,
     check_remote_adapters,
+    check_reuse,
     check_shared_weights,
     check_stage,
     check_takes_prefix,
     check_vision,
 )
 from rollplex.planner.configs import (
+    arguments_of,
     callbacks_of,
     data_of,
-    engine_of,
+    engine_entry,
     model_of,
     sharding_of,
     strategy_of,
@@ -32,10 +34,6 @@ from rollplex.topology import Topology
 
 TORCH_ENGINE = "rollplex.engines.TorchEngine"
 """Of a strategy, and of a RemoteEngine, that names none."""
-REUSE_WITH_SHARDS = (
-    "callbacks: PrefillReuse does not go with parameters sharded over several ranks (ZeRO-3, train_tp) or an engine of "
-    "several ranks: take it out, or use ZeRO-2 with train_tp 1"
-)
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,7 @@ class Engine:
     @classmethod
     def of(cls, entry: Any) -> Engine:
         path = entry.get("class_path", TORCH_ENGINE) if isinstance(entry, Mapping) else entry or TORCH_ENGINE
-        settings = engine_of({"trainer": {"strategy": {"init_args": {"engine": entry}}}})
+        settings = engine_entry(entry)
         kind = class_at("engine", str(path))
         degree = settings.get("tensor_parallel_size", 1)
         return cls(kind.__name__, kind, settings.get("vision") == "shared", degree)
@@ -81,18 +79,12 @@ def check_model_folder(path: str, content: Mapping[str, Any], gpus: int, train_t
     family_of(config.model_type)
     load_processor(path)
     entry = strategy_of(content).get("engine")
-    inner = Engine.of(_inner(entry))
+    inner = Engine.of(arguments_of(entry).get("engine"))
     for engine, degree in ((Engine.of(entry), rollout_tp), (inner, inner.tensor_parallel_size)):
         if engine.like("VLLMEngine"):
             check_vllm(config, degree)
     if sharding_of(content).kind == "zero":  # other strategies run no degrees: flags say those of a cluster
         check_model(config, Topology(gpus, train_tp, rollout_tp))
-
-
-def _inner(entry: Any) -> Any:
-    """The engine that a RemoteEngine runs."""
-    settings = entry.get("init_args") if isinstance(entry, Mapping) else None
-    return (settings or {}).get("engine")
 
 
 def check_clashes(content: Mapping[str, Any], gpus: int, train_tp: int, rollout_tp: int) -> None:
@@ -101,7 +93,7 @@ def check_clashes(content: Mapping[str, Any], gpus: int, train_tp: int, rollout_
     entry, callbacks = strategy.get("engine"), callbacks_of(content)
     engine = Engine.of(entry)
     if engine.like("RemoteEngine"):
-        inner = Engine.of(_inner(entry))
+        inner = Engine.of(arguments_of(entry).get("engine"))
         check_remote("RemoteEngine" if inner.like("RemoteEngine") else inner.name, inner.takes_vision)
         check_remote_adapters(model.get("lora"), inner.tensor_parallel_size)
     if sharding.kind == "zero":
@@ -115,8 +107,7 @@ def check_clashes(content: Mapping[str, Any], gpus: int, train_tp: int, rollout_
         check_shared_weights(engine.name, engine.like("VLLMEngine"))
     sharded = sharding.kind == "zero" and ((sharding.stage == 3 and gpus > 1) or max(train_tp, rollout_tp) > 1)
     if "PrefillReuse" in callbacks:
-        if sharded:
-            raise ValueError(REUSE_WITH_SHARDS)
+        check_reuse(sharded)
         check_takes_prefix(engine.name, bool(getattr(engine.kind, "takes_prefix", False)))
     check_vision(engine.takes_vision, sharding.kind == "zero" and max(train_tp, rollout_tp) > 1)
     found = {"dynamic_sample": False, "num_mini_batches": 1} | model

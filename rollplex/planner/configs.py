@@ -68,7 +68,11 @@ def strategy_of(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def engine_of(content: Mapping[str, Any]) -> dict[str, Any]:
-    found = checked(arguments_of(strategy_of(content).get("engine")), ENGINE)
+    return engine_entry(strategy_of(content).get("engine"))
+
+
+def engine_entry(entry: Any) -> dict[str, Any]:
+    found = checked(arguments_of(entry), ENGINE)
     if found.get("vision", "engine") not in ("engine", "shared"):
         raise ValueError(f"vision={found['vision']!r} is unknown; set engine or shared")
     return found

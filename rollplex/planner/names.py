@@ -5,8 +5,9 @@ Classes are imported, never built: a constructor may read files.
 
 from __future__ import annotations
 
+import difflib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from importlib import import_module
 from typing import Any
 
@@ -18,10 +19,14 @@ SEARCHED = (
 ENTRY = {"class_path", "init_args", "dict_kwargs"}
 STRATEGIES = ("auto", "rollplex", "rollplex_ddp", "rollplex_zero1", "rollplex_zero2", "rollplex_zero3")
 """Besides Lightning's."""
+SECTIONS = ("seed_everything", "trainer", "model", "data", "optimizer", "lr_scheduler", "ckpt_path", "weights_only")
+"""Of a config of `rollplex fit`."""
 
 
 def check_names(content: Mapping[str, Any]) -> None:
     """ValueError for a class or a setting of the config's sections that does not exist."""
+    if wrong := _unknown(content, SECTIONS):
+        raise ValueError(f"the config has no section {wrong}; there are {', '.join(SECTIONS)}")
     trainer = dict(content.get("trainer") or {})
     _check_trainer(trainer)
     strategy = trainer.get("strategy")
@@ -56,9 +61,8 @@ def class_at(where: str, path: str) -> type:
 def _check_trainer(trainer: Mapping[str, Any]) -> None:
     from lightning.pytorch import Trainer
 
-    unknown = [str(name) for name in trainer if name not in inspect.signature(Trainer.__init__).parameters]
-    if unknown:
-        raise ValueError(f"trainer has no setting {', '.join(unknown)}; take it out, or correct its name")
+    if wrong := _unknown(trainer, inspect.signature(Trainer.__init__).parameters):
+        raise ValueError(f"trainer has no setting {wrong}; take it out, or correct its name")
 
 
 def _check_strategy(name: str) -> None:
@@ -79,19 +83,26 @@ def _check_entry(where: str, entry: Any) -> None:
     if not isinstance(entry, Mapping):
         class_at(where, path)
         return
-    unknown = [str(name) for name in entry if name not in ENTRY]
-    if unknown:
-        raise ValueError(f"{where}: {', '.join(unknown)} beside class_path; settings of {path} go into init_args")
+    if wrong := _unknown(entry, ENTRY):
+        raise ValueError(f"{where}: {wrong} beside class_path; settings of {path} go into init_args")
     found = class_at(where, path)
     arguments = entry.get("init_args") or {}
     if not isinstance(arguments, Mapping):
         raise ValueError(f"init_args={arguments!r} of {found.__name__} must be a mapping")
     known = settings_of_class(found)
-    unknown = [str(name) for name in arguments if known is not None and name not in known]
-    if unknown:
-        there = ", ".join(known or ())
-        raise ValueError(f"{where}: {found.__name__} has no setting {', '.join(unknown)}; there are {there}")
+    if known is not None and (wrong := _unknown(arguments, known)):
+        raise ValueError(f"{where}: {found.__name__} has no setting {wrong}; there are {', '.join(known)}")
     _check_inside(where, arguments)
+
+
+def _unknown(given: Iterable[Any], known: Collection[str]) -> str:
+    """Names that are not known, each with the nearest that is; "" where all are."""
+    found = []
+    for name in map(str, given):
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            found.append(f"{name} (did you mean {near[0]}?)" if near else name)
+    return ", ".join(found)
 
 
 def _check_inside(where: str, value: Any) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rollplex.reports.run_files import Memory, Series, Trace, spread
@@ -24,7 +24,7 @@ POINTS = 300
 ROWS = 20
 """Rows of a curve's table."""
 SERIES = 14
-"""Colours that the page has for series."""
+"""Colours that the page has for series, and most lines of a chart."""
 INK, MUTED, GRID = "#010101", "#020202", "#030303"
 PLACEHOLDERS = {INK: "var(--ink)", MUTED: "var(--muted)", GRID: "var(--grid)"} | {
     f"#0a0a{i:02x}": f"var(--s{i})" for i in range(SERIES)
@@ -131,8 +131,10 @@ class CurveSpec:
 
 def curve(spec: CurveSpec, scalars: Mapping[str, Series]) -> Chart | None:
     """None where the run has none of its scalars."""
-    lines = {name: scalars[name] for name in _names(spec, scalars)}
-    return line_chart(spec, lines) if lines else None
+    names = _names(spec, scalars)
+    left = f" {len(names) - SERIES} more are not drawn." if len(names) > SERIES else ""
+    lines = {name: scalars[name] for name in names[:SERIES]}
+    return line_chart(replace(spec, note=spec.note + left), lines) if lines else None
 
 
 def _names(spec: CurveSpec, scalars: Mapping[str, Series]) -> list[str]:

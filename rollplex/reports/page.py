@@ -51,6 +51,10 @@ SPEED = (
 )  # fmt: skip
 
 
+LINES = 2000
+"""Of a config that are shown."""
+
+
 @dataclass(frozen=True)
 class Limits:
     """How much of the samples is shown."""
@@ -172,7 +176,9 @@ def _setup(run: RunFiles) -> Section | None:
 
 
 def printable_whole(text: str) -> str:
-    return "\n".join(printable(line) for line in text.splitlines())
+    lines = text.splitlines()
+    left = [f"... ({len(lines) - LINES:,} lines more)"] if len(lines) > LINES else []
+    return "\n".join([*map(printable, lines[:LINES]), *left])
 
 
 def _flat(content: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:

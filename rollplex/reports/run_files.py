@@ -279,19 +279,25 @@ def _samples(folder: Path, sets: int) -> tuple[SampleSet, ...]:
     """Of the first, the last and evenly chosen rollout batches between, train and validation apart. Where several runs
     wrote into the folder, of the one that started training last (and of validations after that)."""
     files = sorted(folder.rglob("rollouts/step_*.jsonl"), key=lambda path: _step_of(path))
-    read = {path: [r for r in map(_record, path.read_text(errors="replace").splitlines()) if r] for path in files}
-    if files and not any(read.values()):
+    runs = {path: {(_run_of(r), _split_of(r)) for r in _records(path)} for path in files}  # there may be thousands
+    if files and not any(runs.values()):
         raise NothingWhole(files, "whole line of samples")
-    newest = max((_run_of(r) for records in read.values() for r in records if _split_of(r) == "train"), default="")
-    shown = {path: [r for r in records if _run_of(r) >= newest] for path, records in read.items()}
-    files = [path for path in files if shown[path]]
+    newest = max((run for found in runs.values() for run, split in found if split == "train"), default="")
+    files = [path for path in files if any(run >= newest for run, _ in runs[path])]
     out = []
     for path in [files[i] for i in spread(len(files), sets)]:
         by_split: dict[str, list[Mapping[str, Any]]] = {}
-        for record in shown[path]:
-            by_split.setdefault(_split_of(record), []).append(record)
+        for record in _records(path):
+            if _run_of(record) >= newest:
+                by_split.setdefault(_split_of(record), []).append(record)
         out += [SampleSet(_step_of(path), split, tuple(r), path.parent) for split, r in by_split.items()]
     return tuple(out)
+
+
+def _records(path: Path) -> Iterator[Mapping[str, Any]]:
+    """Lines end at newlines alone: texts may hold Unicode's other ends of lines."""
+    with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
+        yield from filter(None, map(_record, file))
 
 
 def _run_of(record: Mapping[str, Any]) -> str:

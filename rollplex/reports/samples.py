@@ -17,6 +17,8 @@ from rollplex.reports.run_files import SampleSet
 
 TEXT_LIMIT = 4000
 """Characters shown of a prompt or response."""
+MOST = 16
+"""Pictures and responses shown of a sample."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,8 @@ class SampleView:
     lost: int
     """Pictures that could not be read."""
     responses: tuple[ResponseView, ...]
+    left: tuple[str, ...] = ()
+    """Of what there is more than is shown, and how much."""
 
 
 def sample_views(sets: Sequence[SampleSet], limit: int, side: int) -> list[tuple[str, list[SampleView]]]:
@@ -52,11 +56,13 @@ def sample_views(sets: Sequence[SampleSet], limit: int, side: int) -> list[tuple
 
 def _view(record: Mapping[str, Any], folder: Path, side: int) -> SampleView:
     names = record.get("images") if isinstance(record.get("images"), list) else []
-    pictures = [thumbnail(folder, str(name), side) for name in names or []]
-    responses = [_response(r) for r in record["responses"] if isinstance(r, Mapping)]
+    names, said = names or [], [r for r in record["responses"] if isinstance(r, Mapping)]
+    pictures = [thumbnail(folder, str(name), side) for name in names[:MOST]]
+    left = [f"{len(x) - MOST} more {what}" for x, what in ((names, "pictures"), (said, "responses")) if len(x) > MOST]
     return SampleView(
         printable(str(record.get("id", ""))), printable(str(record.get("prompt", ""))),
-        tuple(p for p in pictures if p is not None), sum(p is None for p in pictures), tuple(responses),
+        tuple(p for p in pictures if p is not None), sum(p is None for p in pictures),
+        tuple(map(_response, said[:MOST])), tuple(left),
     )  # fmt: skip
 
 
@@ -66,12 +72,19 @@ def _response(record: Mapping[str, Any]) -> ResponseView:
     told = ", ".join(f"{name} {_number(value)}" for name, value in named.items())
     ended = {"stop": "ended", "length": "cut off", "abort": "aborted"}.get(str(record.get("finish_reason")), "")
     return ResponseView(
-        printable(str(record.get("text", ""))), _number(reward), printable(told), str(record.get("tokens", "")), ended
+        printable(str(record.get("text", ""))),
+        _number(reward),
+        printable(told),
+        printable(str(record.get("tokens", ""))),
+        ended,
     )
 
 
 def _number(value: Any) -> str:
-    return number(float(value)) if isinstance(value, int | float) else "missing"
+    try:
+        return number(float(value)) if isinstance(value, int | float) else "missing"
+    except OverflowError:
+        return "missing"
 
 
 def printable(text: str) -> str:

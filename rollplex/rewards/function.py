@@ -64,8 +64,7 @@ class FunctionReward(Reward):
 
     @property
     def is_async(self) -> bool:
-        call = self.function if inspect.isroutine(self.function) else type(self.function).__call__
-        return inspect.iscoroutinefunction(call)
+        return any(map(inspect.iscoroutinefunction, (self.function, type(self.function).__call__)))
 
     def score(self, sample: Sample, response: Rollout) -> Any:
         known = {

@@ -185,7 +185,8 @@ def _read_number(item: Any) -> tuple[float, Reason | None, str]:
     try:
         number = float(item)  # bool, int, NumPy scalars and tensors of one element too
     except Exception:
-        return math.nan, "bad_type", f"returned {type(item).__name__}, expected a number"
+        hint = "; what returns one must be an async def" if hasattr(item, "__await__") else ""
+        return math.nan, "bad_type", f"returned {type(item).__name__}, expected a number{hint}"
     if not math.isfinite(number) or abs(number) > LARGEST:
         return math.nan, "nan", f"returned {number}"
     return number, None, ""

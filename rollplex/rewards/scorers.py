@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,10 +115,11 @@ def _group(scorer: Scorer, sample: Sample, rollouts: Sequence[Rollout], seconds:
     values = scorer.call(sample, list(rollouts))
     if scorer.is_async:
         values = asyncio.run(_within(values, seconds))
-    try:
-        values = list(values)
-    except TypeError as error:
-        raise TypeError(f"expected {len(rollouts)} scores, got {type(values).__name__}") from error
+    if isinstance(values, Mapping | Set | str) or not hasattr(values, "__iter__"):
+        raise TypeError(
+            f"expected a list of {len(rollouts)} scores in the responses' order, got {type(values).__name__}"
+        )
+    values = list(values)
     if len(values) != len(rollouts):
         raise ValueError(f"expected {len(rollouts)} scores, got {len(values)}")
     return [_read(scorer, value) for value in values]

@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from PIL import Image, ImageDraw
 
+from rollplex.kinds import check_flag, check_whole
 from rollplex.tasks.generated import ChoiceTask
 from rollplex.tasks.scenes import BACKGROUNDS, COLOURS, check_names
-from rollplex.tasks.settings import check_flag, check_int
 
 LETTERS = "abcdefghi"
 LINES = (170, 170, 170)
@@ -32,6 +32,8 @@ class Charts(ChoiceTask):
     leftmost, and then the end token), or how tall one is (a digit, in units of the grid lines).
     """
 
+    names = ("what",)
+
     def __init__(
         self,
         num_bars: int = 4,
@@ -41,12 +43,8 @@ class Charts(ChoiceTask):
         labels: bool = True,
         grid_lines: bool = True,
         image_size: int = 84,
-        background: str = "white",
-        train_size: int = 2000,
-        validation_size: int = 320,
-        seed: int = 0,
         question: str = "{what}?",
-        format_reward: float = 0.2,
+        **settings: Any,
     ) -> None:
         """
         Args:
@@ -58,16 +56,11 @@ class Charts(ChoiceTask):
             labels: write a letter under each bar.
             grid_lines: one for each unit of height. Not to be left out with `ask: height`.
             image_size: side of the picture in pixels.
-            background: white, grey or black; grey is what a model sees least of.
-            train_size: training rows.
-            validation_size: validation rows.
-            seed: of all charts.
             question: {what} is `tallest`, `shortest`, or the letter of the bar. Short, because a byte-level tokenizer
                 pays for every letter.
-            format_reward: what a well formed response is worth, whatever it says.
         """
-        check_int("num_bars", num_bars, 2)
-        check_int("max_height", max_height, 2)
+        check_whole("num_bars", num_bars, 2)
+        check_whole("max_height", max_height, 2)
         check_flag("labels", labels)
         check_flag("grid_lines", grid_lines)
         if not 2 <= num_bars <= len(LETTERS) or not 2 <= max_height <= 9:
@@ -76,10 +69,8 @@ class Charts(ChoiceTask):
             raise ValueError(f"ask={ask!r} must be tallest, shortest or height")
         if ask == "height" and not grid_lines:
             raise ValueError("grid_lines=False leaves no unit to say a height in: set it to true, or ask otherwise")
-        choices = [str(h) for h in range(1, max_height + 1)] if ask == "height" else LETTERS[:num_bars]
-        super().__init__(
-            choices, train_size, validation_size, seed, image_size, background, question, format_reward, names=("what",)
-        )  # fmt: skip
+        self.choices = [str(h) for h in range(1, max_height + 1)] if ask == "height" else LETTERS[:num_bars]
+        super().__init__(image_size=image_size, question=question, **settings)
         self.num_bars, self.max_height, self.ask = num_bars, max_height, ask
         self.labels, self.grid_lines = labels, grid_lines
         self.colours = check_names("colours", colours, tuple(COLOURS))

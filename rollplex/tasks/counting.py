@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, Literal
 
+from rollplex.kinds import check_whole
 from rollplex.tasks.generated import ChoiceTask
 from rollplex.tasks.scenes import COLOURS, KINDS, Shape, check_names, check_sizes, draw, random_shapes
-from rollplex.tasks.settings import check_int
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,8 @@ class Counting(ChoiceTask):
     response is that one digit and then the end token. The others in the picture do not count.
     """
 
+    names = ("what",)
+
     def __init__(
         self,
         min_count: int = 1,
@@ -40,13 +42,8 @@ class Counting(ChoiceTask):
         kinds: Sequence[str] = KINDS,
         max_others: int = 3,
         shape_size: Sequence[int] = (9, 12),
-        image_size: int = 56,
-        background: str = "white",
-        train_size: int = 2000,
-        validation_size: int = 320,
-        seed: int = 0,
         question: str = "{what}?",
-        format_reward: float = 0.2,
+        **settings: Any,
     ) -> None:
         """
         Args:
@@ -58,26 +55,18 @@ class Counting(ChoiceTask):
             kinds: of circle, square, triangle.
             max_others: shapes that do not count, 0 to this many; none with `ask: all`.
             shape_size: [smallest, largest] side in pixels.
-            image_size: side of the picture in pixels.
-            background: white, grey or black; grey is what a model sees least of.
-            train_size: training rows.
-            validation_size: validation rows.
-            seed: of all scenes.
             question: {what} is what is asked for. Short, because a byte-level tokenizer pays for every letter.
-            format_reward: what a well formed response is worth, whatever it says.
         """
         for name, value in (("min_count", min_count), ("max_count", max_count), ("max_others", max_others)):
-            check_int(name, value, 0)
+            check_whole(name, value, 0)
         if not 0 <= min_count < max_count <= 9:
             raise ValueError(
                 f"min_count={min_count} must be below max_count={max_count}, both in 0..9: one digit answers"
             )
         if ask not in ("colour", "kind", "both", "all"):
             raise ValueError(f"ask={ask!r} must be colour, kind, both or all")
-        super().__init__(
-            [str(count) for count in range(min_count, max_count + 1)],
-            train_size, validation_size, seed, image_size, background, question, format_reward, names=("what",),
-        )  # fmt: skip
+        self.choices = [str(count) for count in range(min_count, max_count + 1)]
+        super().__init__(question=question, **settings)
         self.colours = check_names("colours", colours, tuple(COLOURS))
         self.kinds = check_names("kinds", kinds, KINDS)
         self.ask, self.max_others = ask, 0 if ask == "all" else max_others
@@ -85,7 +74,7 @@ class Counting(ChoiceTask):
         self.targets = askable if targets is None else check_names("targets", targets, askable)
         if ask == "all" and targets is not None:
             raise ValueError(f"targets={list(self.targets)} has no meaning with ask=all: leave it out")
-        self.sizes = check_sizes(shape_size, image_size, max_count + self.max_others)
+        self.sizes = check_sizes(shape_size, self.image_size, max_count + self.max_others)
         if self.max_others and not self._names(askable[0], self.kinds[0], counted=False):
             raise ValueError(
                 f"max_others={max_others} needs a second of what ask={ask} asks for: add one, or set it to 0"

@@ -11,6 +11,7 @@ import numpy as np
 from rollplex.data.media import MediaAccess
 from rollplex.data.records import Sample
 from rollplex.data.sources import Format, Offsets, Rows, check_paths, open_rows
+from rollplex.kinds import check_whole
 from rollplex.rewards.base import Reward
 from rollplex.tasks.base import Split, VLMTask
 from rollplex.tasks.layout import Layout
@@ -76,8 +77,7 @@ class FileTask(VLMTask):
             if listed is not None and (not isinstance(listed, list | tuple) or not all(map(_is_name, listed))):
                 raise ValueError(f"{name}={listed!r} must be a list, e.g. [{listed if _is_name(listed) else '...'}]")
         for name, number in (("validation_size", validation_size), ("seed", seed)):
-            if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-                raise ValueError(f"{name}={number!r} must be a whole number, 0 or more")
+            check_whole(name, number, 0)
         if validation_size and validation_path is not None:
             raise ValueError(f"validation_size={validation_size} and validation_path are both set; set one of them")
         if not rewards and type(self).reward is VLMTask.reward:

@@ -6,13 +6,14 @@ from abc import abstractmethod
 from collections.abc import Hashable, Sequence
 from functools import cached_property
 from random import Random
-from typing import Any
+from typing import Any, ClassVar
 
 from rollplex.data.records import Rollout, Sample
+from rollplex.kinds import check_whole
 from rollplex.tasks import one_letter
 from rollplex.tasks.base import Split, VLMTask
 from rollplex.tasks.scenes import BACKGROUNDS
-from rollplex.tasks.settings import check_format_reward, check_image_size, check_int, check_question
+from rollplex.tasks.settings import check_format_reward, check_image_size, check_question
 
 TRIES = 200
 """Scenes drawn in a row that are all in the set already, before the settings are said to have too few."""
@@ -26,25 +27,45 @@ class GeneratedTask(VLMTask):
     third one. Pictures are drawn when a row is asked for; only scenes are held in memory.
     """
 
+    names: ClassVar[Sequence[str]] = ()
+    """What `question` may name in braces."""
+
     def __init__(
-        self, train_size: int, validation_size: int, seed: int, image_size: int, background: str, question: str,
-        format_reward: float, names: Sequence[str], least: int = 1,
-    ) -> None:  # fmt: skip
+        self,
+        image_size: int = 56,
+        background: str = "white",
+        train_size: int = 2000,
+        validation_size: int = 320,
+        seed: int = 0,
+        question: str = "?",
+        format_reward: float = 0.2,
+    ) -> None:
         """
-        names: what `question` may name in braces.
-        least: rows that a split must have.
+        Args:
+            image_size: side of pictures and frames in pixels.
+            background: white, grey or black; grey is what a model sees least of.
+            train_size: training rows.
+            validation_size: validation rows.
+            seed: of all scenes.
+            question: short, because a byte-level tokenizer pays for every letter.
+            format_reward: what a well formed response is worth, however right or wrong.
         """
-        check_int("train_size", train_size, least)
-        check_int("validation_size", validation_size, least)
-        check_int("seed", seed, 0)
+        check_whole("train_size", train_size, self.least_rows)
+        check_whole("validation_size", validation_size, self.least_rows)
+        check_whole("seed", seed, 0)
         check_format_reward(format_reward)
         check_image_size(image_size)
-        check_question(question, names)
+        check_question(question, self.names)
         if background not in tuple(BACKGROUNDS):
             raise ValueError(f"background={background!r} must be one of {', '.join(BACKGROUNDS)}")
         self.train_size, self.validation_size, self.seed = train_size, validation_size, seed
         self.image_size, self.background = image_size, background
         self.question, self.format_reward = question, format_reward
+
+    @property
+    def least_rows(self) -> int:
+        """That a split must have."""
+        return 1
 
     @abstractmethod
     def row(self, rng: Random, number: int) -> tuple[Hashable, Any]:
@@ -98,22 +119,12 @@ class ChoiceTask(GeneratedTask):
       looking at the picture.
     """
 
-    def __init__(
-        self, choices: Sequence[str], train_size: int, validation_size: int, seed: int, image_size: int,
-        background: str, question: str, format_reward: float, names: Sequence[str],
-    ) -> None:  # fmt: skip
-        self.choices = tuple(choices)
-        super().__init__(
-            train_size,
-            validation_size,
-            seed,
-            image_size,
-            background,
-            question,
-            format_reward,
-            names,
-            least=len(choices),
-        )
+    choices: Sequence[str]
+    """Set before GeneratedTask's `__init__` runs."""
+
+    @property
+    def least_rows(self) -> int:
+        return len(self.choices)
 
     @abstractmethod
     def scene(self, rng: Random, answer: str) -> Hashable:

@@ -11,10 +11,11 @@ import regex
 from PIL import Image, ImageDraw
 
 from rollplex.data.records import Rollout, Sample
+from rollplex.kinds import check_number, check_whole
 from rollplex.rewards.boxes import BoxIoU
 from rollplex.tasks.generated import GeneratedTask
 from rollplex.tasks.scenes import BACKGROUNDS, COLOURS, check_names
-from rollplex.tasks.settings import check_image_size, check_int, check_number
+from rollplex.tasks.settings import check_image_size
 
 Box = tuple[int, int, int, int]
 NUMBERS = 4
@@ -44,6 +45,8 @@ class Grounding(GeneratedTask):
     holds a digit; with brackets it is all or nothing.
     """
 
+    names = ("colour",)
+
     def __init__(
         self,
         grid: int = 8,
@@ -55,12 +58,8 @@ class Grounding(GeneratedTask):
         max_others: int = 1,
         right_iou: float = 0.5,
         image_size: int = 56,
-        background: str = "white",
-        train_size: int = 2000,
-        validation_size: int = 320,
-        seed: int = 0,
         question: str = "{colour}?",
-        format_reward: float = 0.2,
+        **settings: Any,
     ) -> None:
         """
         Args:
@@ -73,19 +72,14 @@ class Grounding(GeneratedTask):
             max_others: further rectangles, 0 to this many, none over another.
             right_iou: overlap from which validation counts a response as right.
             image_size: side of the picture in pixels, a multiple of grid.
-            background: white, grey or black; grey is what a model sees least of.
-            train_size: training rows.
-            validation_size: validation rows.
-            seed: of all scenes.
             question: {colour} is that of the rectangle asked for.
-            format_reward: what a well formed response is worth, wherever its box lies.
         """
         if answer_form not in ("digits", "brackets"):
             raise ValueError(f"answer_form={answer_form!r} must be digits or brackets")
         for name, value, least in (
             ("grid", grid, 3), ("min_cells", min_cells, 1), ("max_cells", max_cells, 1), ("max_others", max_others, 0),
         ):  # fmt: skip
-            check_int(name, value, least)
+            check_whole(name, value, least)
         check_image_size(image_size)
         check_number("right_iou", right_iou)
         if grid < 3 or (answer_form == "digits" and grid > 9):
@@ -98,9 +92,7 @@ class Grounding(GeneratedTask):
             raise ValueError(f"image_size={image_size} must be a multiple of grid={grid}")
         if not 0 < right_iou <= 1:
             raise ValueError(f"right_iou={right_iou} must be in (0, 1]")
-        super().__init__(
-            train_size, validation_size, seed, image_size, background, question, format_reward, names=("colour",)
-        )
+        super().__init__(image_size=image_size, question=question, **settings)
         self.colours = check_names("colours", colours, tuple(COLOURS))
         self.targets = self.colours if targets is None else check_names("targets", targets, self.colours)
         if not 0 <= max_others < len(self.colours):

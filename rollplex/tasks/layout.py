@@ -10,11 +10,13 @@ from typing import Any
 
 from rollplex.data.media import MAX_LISTED, MediaAccess
 
-PROMPT = ("messages", "prompt", "problem", "question")
+PROMPT = ("messages", "prompt", "problem", "question", "conversations")
 IMAGES = ("images", "image")
 VIDEOS = ("videos", "video")
 ANSWER = ("answer", "solution", "ground_truth", "label")
 ROLES = ("system", "user", "assistant")
+SPEAKERS = {"human": "user", "gpt": "assistant"}
+"""Roles by their names in LLaVA's and ShareGPT's `conversations`, whose messages have `from` and `value`."""
 
 Message = dict[str, Any]
 
@@ -50,8 +52,11 @@ class Layout:
         Raises ValueError or OSError, saying which field is wrong and how.
         """
         messages = [_parts(message) for message in self._messages(row)]
-        if messages[-1]["role"] != "user":
-            raise ValueError(f"the last message is the {messages[-1]['role']}'s; a prompt ends with the user's")
+        if messages[-1]["role"] == "assistant":  # what is to be learnt, in data for imitation
+            messages.pop()
+        if not messages or messages[-1]["role"] != "user":
+            last = f"the {messages[-1]['role']}'s" if messages else "no more"
+            raise ValueError(f"the last message before the answer is {last}; a prompt ends with the user's")
         for kind, field, names, placeholder, read in (
             ("video", self.video_field, VIDEOS, self.video_placeholder, access.video),
             ("image", self.image_field, IMAGES, self.image_placeholder, lambda value: {"image": access.image(value)}),
@@ -68,12 +73,17 @@ class Layout:
         return messages
 
     def answer(self, row: Mapping[str, Any]) -> Any:
-        """The right answer of a row; None if it has none."""
+        """The right answer of a row: of its field, else what the assistant says last in its messages; None if it has
+        none."""
         name = self.answer_field or _first(row, ANSWER)
         if name is not None:
             return row.get(name)
         model = row.get("reward_model")
-        return model.get("ground_truth") if isinstance(model, Mapping) else None
+        if isinstance(model, Mapping):
+            return model.get("ground_truth")
+        last = self._messages(row)[-1]
+        said = _content(last) if isinstance(last, Mapping) and _role(last) == "assistant" else None
+        return said if isinstance(said, str) else None
 
     def _messages(self, row: Mapping[str, Any]) -> Sequence[Any]:
         name = self.prompt_field or _first(row, PROMPT)
@@ -134,6 +144,15 @@ def _reader(read: Callable[[Any], Mapping[str, Any]], name: str) -> Callable[[An
     return named
 
 
+def _role(message: Mapping[str, Any]) -> Any:
+    speaker = message.get("from")
+    return message.get("role") or (SPEAKERS.get(speaker, speaker) if isinstance(speaker, str) else None)
+
+
+def _content(message: Mapping[str, Any]) -> Any:
+    return message.get("content", message.get("value"))
+
+
 def _parts(message: Any) -> Message:
     """A message of a row with its content as a list of parts. Fields that are null (Arrow fills them in) are left out.
 
@@ -141,7 +160,7 @@ def _parts(message: Any) -> Message:
     """
     if not isinstance(message, Mapping):
         raise ValueError(f"a message must be an object with role and content, not {type(message).__name__}")
-    role, content = message.get("role"), message.get("content")
+    role, content = _role(message), _content(message)
     if role not in ROLES:
         raise ValueError(f"a message has the role {str(role)[:80]!r}; it must be one of {', '.join(ROLES)}")
     if isinstance(content, str):

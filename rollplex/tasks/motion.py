@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
+from rollplex.kinds import check_flag, check_number, check_whole
 from rollplex.tasks.generated import ChoiceTask
 from rollplex.tasks.scenes import COLOURS, KINDS, Shape, check_names, draw
-from rollplex.tasks.settings import check_flag, check_image_size, check_int, check_number, check_range
+from rollplex.tasks.settings import check_image_size, check_range
 
 DIRECTIONS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
 """Steps in the picture, x to the right and y down."""
@@ -33,6 +34,8 @@ class Motion(ChoiceTask):
     tell more and more by where the shape has come to: an easier task.
     """
 
+    names = ("colour", "kind")
+
     def __init__(
         self,
         directions: Sequence[str] = tuple(DIRECTIONS),
@@ -44,12 +47,8 @@ class Motion(ChoiceTask):
         kinds: Sequence[str] = KINDS,
         shape_size: Sequence[int] = (16, 24),
         image_size: int = 56,
-        background: str = "white",
-        train_size: int = 2000,
-        validation_size: int = 320,
-        seed: int = 0,
         question: str = "?",
-        format_reward: float = 0.2,
+        **settings: Any,
     ) -> None:
         """
         Args:
@@ -63,15 +62,10 @@ class Motion(ChoiceTask):
             kinds: of circle, square, triangle.
             shape_size: [smallest, largest] side in pixels.
             image_size: side of the frames in pixels.
-            background: white, grey or black; grey is what a model sees least of.
-            train_size: training rows.
-            validation_size: validation rows.
-            seed: of all scenes.
             question: {colour} and {kind} are the shape's. Short, because a byte-level tokenizer pays for every letter.
-            format_reward: what a well formed response is worth, whatever it says.
         """
         self.directions = check_names("directions", directions, tuple(DIRECTIONS), least=2)
-        check_int("num_frames", num_frames, 2)  # one frame shows no motion
+        check_whole("num_frames", num_frames, 2)  # one frame shows no motion
         check_flag("wrap", wrap)
         check_number("fps", fps)
         check_image_size(image_size)
@@ -93,10 +87,8 @@ class Motion(ChoiceTask):
                 f"wrap=False needs {room} pixels for a shape to move either way, image_size={image_size} has fewer: "
                 "lower speed, num_frames or shape_size"
             )
-        super().__init__(
-            [direction[0] for direction in self.directions], train_size, validation_size, seed, image_size, background,
-            question, format_reward, names=("colour", "kind"),
-        )  # fmt: skip
+        self.choices = [direction[0] for direction in self.directions]
+        super().__init__(image_size=image_size, question=question, **settings)
         self.num_frames, self.wrap, self.fps = num_frames, wrap, fps
         self.speed, self.sizes = speeds, sizes
         self.colours = check_names("colours", colours, tuple(COLOURS))

@@ -2,27 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
-
-def check_int(setting: str, value: Any, least: int) -> None:
-    """ValueError unless `value` is a whole number, `least` or more."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{setting}={value!r} must be a whole number, {least} or more")
-
-
-def check_number(setting: str, value: Any) -> None:
-    """ValueError unless `value` is a finite number."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{setting}={value!r} must be a finite number")
-
-
-def check_flag(setting: str, value: Any) -> None:
-    """ValueError unless `value` is true or false."""
-    if not isinstance(value, bool):
-        raise ValueError(f"{setting}={value!r} must be true or false")
+from rollplex.kinds import check_number
 
 
 def check_range(setting: str, value: Any, form: str, least: int) -> tuple[int, int]:

@@ -7,15 +7,13 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+from rollplex.kinds import check_whole
 from rollplex.tasks.generated import ChoiceTask
 from rollplex.tasks.scenes import COLOURS, KINDS, Shape, check_names, check_sizes, draw, random_shapes
-from rollplex.tasks.settings import check_int, check_question
+from rollplex.tasks.settings import check_question
 
 RELATIONS = {"left": (-1, 0), "right": (1, 0), "above": (0, -1), "below": (0, 1)}
 """Directions in the picture, x to the right and y down."""
-
-NAMES = ("first", "second", "first_kind", "second_kind")
-"""What a question may name."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +33,8 @@ class Spatial(ChoiceTask):
     doubt.
     """
 
+    names = ("first", "second", "first_kind", "second_kind")
+
     def __init__(
         self,
         relations: Sequence[str] = tuple(RELATIONS),
@@ -43,13 +43,8 @@ class Spatial(ChoiceTask):
         targets: Sequence[str] | None = None,
         others: int = 0,
         shape_size: Sequence[int] = (10, 16),
-        image_size: int = 56,
-        background: str = "white",
-        train_size: int = 2000,
-        validation_size: int = 320,
-        seed: int = 0,
         question: str = "{first}?",
-        format_reward: float = 0.2,
+        **settings: Any,
     ) -> None:
         """
         Args:
@@ -60,21 +55,15 @@ class Spatial(ChoiceTask):
                 nothing, and the task is easier.
             others: further shapes, which are not asked about.
             shape_size: [smallest, largest] side in pixels.
-            image_size: side of the picture in pixels.
-            background: white, grey or black; grey is what a model sees least of.
-            train_size: training rows.
-            validation_size: validation rows.
-            seed: of all scenes.
             question: {first} and {second} are the colours, {first_kind} and {second_kind} the kinds of shape. Short,
                 because a byte-level tokenizer pays for every letter; where there are no others, {first} is enough.
-            format_reward: what a well formed response is worth, whatever it says.
         """
         self.relations = check_names("relations", relations, tuple(RELATIONS), least=2)
         self.colours = check_names("colours", colours, tuple(COLOURS), least=2)
         self.kinds = check_names("kinds", kinds, KINDS)
         self.targets = self.colours if targets is None else check_names("targets", targets, self.colours)
-        check_int("others", others, 0)
-        check_question(question, NAMES)
+        check_whole("others", others, 0)
+        check_question(question, self.names)
         if not 0 <= others <= len(self.colours) - 2:
             raise ValueError(
                 f"others={others} must be 0 to {len(self.colours) - 2}: no two shapes share one of the "
@@ -84,12 +73,10 @@ class Spatial(ChoiceTask):
             raise ValueError(
                 f"question={question!r} does not say from where: with others={others} it must name {{second}}"
             )
-        super().__init__(
-            [relation[0] for relation in self.relations], train_size, validation_size, seed, image_size, background,
-            question, format_reward, names=NAMES,
-        )  # fmt: skip
+        self.choices = [relation[0] for relation in self.relations]
+        super().__init__(question=question, **settings)
         self.others = others
-        self.sizes = check_sizes(shape_size, image_size, 2 + others)
+        self.sizes = check_sizes(shape_size, self.image_size, 2 + others)
 
     def scene(self, rng: Random, answer: str) -> SpatialScene:
         first = rng.choice(self.targets)
