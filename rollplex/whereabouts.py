@@ -117,11 +117,7 @@ class Whereabouts:
         reading = threading.Thread(target=lambda: told.append(self._others()), daemon=True)
         reading.start()
         reading.join(SILENT)
-        return (
-            told[0]
-            if told
-            else f"rank 0, which keeps the ranks' notes, does not answer{self._host_was}"
-        )
+        return told[0] if told else f"rank 0, which keeps the ranks' notes, does not answer{self._host_was}"
 
     def _others(self) -> str:
         found = []
