@@ -177,17 +177,22 @@ def check_stage(stage: Any) -> None:
         raise ValueError(f"stage={stage!r} must be 1, 2 or 3; without sharding, set strategy rollplex_ddp")
 
 
-def check_lora_degrees(lora: Any, train_tp: int, rollout_tp: int) -> None:
-    """Of DeepSpeed's strategies. rollout_tp: the engine's tensor_parallel_size."""
+def check_split_adapters(lora: Any, train_tp: int) -> None:
+    """Of DeepSpeed's strategies."""
     if lora is not None and train_tp > 1:
         raise ValueError(
             f"lora with train_tp={train_tp} is not supported: tensor parallelism cuts the weights under the adapters, "
             "and not the adapters. Set train_tp to 1; stage 3 shards the frozen weights too"
         )
-    if lora is not None and rollout_tp > 1:
+
+
+def check_shared_adapters(lora: Any, degree: int) -> None:
+    """Of SharedWeights. degree: the engine's tensor_parallel_size."""
+    if lora is not None and degree > 1:
         raise ValueError(
-            f"lora with tensor_parallel_size={rollout_tp} is not supported: an engine of several ranks reads the "
-            "trainer's tensors, and merged weights are none of them. Set tensor_parallel_size to 1"
+            f"callbacks: SharedWeights with lora and tensor_parallel_size={degree} is not supported: an engine's "
+            "ranks read parts of the trainer's tensors, and merged weights are none of them. Take the callback out "
+            "(merged weights are copied then), or set tensor_parallel_size to 1"
         )
 
 

@@ -14,7 +14,7 @@ from lightning.pytorch.plugins.precision.deepspeed import DeepSpeedPrecision
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, StrategyRegistry
 from torch import nn
 
-from rollplex.checks import check_lora_degrees, check_stage
+from rollplex.checks import check_split_adapters, check_stage
 from rollplex.colocation import LastWords, check_module, check_same, check_trainer, make_colocation
 from rollplex.deepspeed_checkpoints import WithShardedCheckpoints
 from rollplex.deepspeed_gradients import ShardedGradients
@@ -159,7 +159,7 @@ class RollplexDeepSpeedStrategy(
         check_trainer(trainer, self.precision_plugin.precision, self.colocation, split_engine=True)
         module: Any = self.lightning_module
         check_module(module, self.strategy_name)
-        check_lora_degrees(module.hparams["lora"], self.train_tp, self.topology.rollout_tp)
+        check_split_adapters(module.hparams["lora"], self.train_tp)
         self.precision_plugin = _Precision("32-true")
         everyone = self._connect(module)
         check_same(module, trainer.datamodule, everyone)

@@ -36,7 +36,10 @@ VLLM, TORCH = "rollplex.engines.VLLMEngine", "rollplex.engines.TorchEngine"
         ({"train_tp": 2}, (TORCH, {"vision": "shared"}), [], {}, "vision=shared takes features that the trainer of its own rank"),
         ({"train_tp": 2}, (TORCH, {}), ["PrefillReuse"], {}, "PrefillReuse takes the trainer's prefixes before"),
         ({"train_tp": 2}, (VLLM, {}), [], {"lora": {"r": 2}}, "lora with train_tp=2 is not supported"),
-        ({}, (VLLM, {"tensor_parallel_size": 2}), [], {"lora": {"r": 2}}, "lora with tensor_parallel_size=2 is not"),
+        (
+            {}, (VLLM, {"tensor_parallel_size": 2}), ["SharedWeights"], {"lora": {"r": 2}},
+            "SharedWeights with lora and tensor_parallel_size=2 is not supported",
+        ),
         ({}, (TORCH, {}), ["SharedWeights"], {}, "SharedWeights is for VLLMEngine, but the engine is a TorchEngine"),
         ({}, (VLLM, {}), ["PrefillReuse"], {}, "PrefillReuse cannot work with engine=VLLMEngine"),
     ],

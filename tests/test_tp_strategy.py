@@ -109,13 +109,30 @@ def test_shared_weights_are_the_copied_ones(split_folders, tmp_path, train_tp, r
         assert min(copied["copied"]) >= shared["engine_bytes"]
 
 
+def test_an_engine_of_two_ranks_has_merged_adapters(split_folders, tmp_path):
+    """Of two trainers that share it, each with all weights."""
+    reports, weights = launch(tmp_path, split_folders(), 2, 1, 2, 2, "lora")
+    check(reports, weights)
+    assert all(step["kl"] > 0 for report in reports for step in report["steps"])
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_engines_share_all_weights_but_those_with_adapters(split_folders, tmp_path, stage):
+    """Stage 3: with the copy that is gathered for them."""
+    reports, weights = launch(tmp_path, split_folders(), 2, 1, 1, stage, "lora_shared")
+    check(reports, weights)
+    assert all(0 < min(report["copied"]) for report in reports)
+    if stage == 2:
+        assert all(max(report["copied"]) == report["own_bytes"] < report["trainer_bytes"] for report in reports)
+
+
 def test_degrees_draw_the_same_further_groups(split_folders, tmp_path):
     """dynamic_sample: trainers that share an engine and engines that share a trainer go through the same rounds."""
     found = {}
     for degrees in ((1, 1), (1, 2), (2, 1), (2, 2)):
         folder = tmp_path / "-".join(map(str, degrees))
         folder.mkdir()
-        found[degrees] = launch(folder, split_folders[2], 2, *degrees, 2, "dynamic")
+        found[degrees] = launch(folder, split_folders(), 2, *degrees, 2, "dynamic")
         check(*found[degrees])
     plain = found[1, 1][0][0]["steps"]
     assert all(step["groups_kept"] == 4 and step["groups_resampled"] > 0 for step in plain)

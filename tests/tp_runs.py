@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from engine_helpers import generate, requests_for
 from families import encoded
+from lora_cases import SETTINGS
 from resample_cases import scenario
 from runs import run
 from test_vllm_engine import vllm_model
@@ -108,8 +109,8 @@ def main(folder: str, model: str, train_tp: str, rollout_tp: str, stage: str, we
     else:
         strategy = RollplexDeepSpeedStrategy(int(stage), train_tp=int(train_tp), **settings)
     watch = Watch()
-    shared = [] if weights == "copied" else [SharedWeights()]
-    settings = {"beta": 0.04}
+    shared = [] if weights in ("copied", "lora") else [SharedWeights()]
+    settings = {"beta": 0.04} | (SETTINGS if weights.startswith("lora") else {})
     if weights == "dynamic":
         task, settings = scenario("rounds")
         settings = settings | {"task": task}

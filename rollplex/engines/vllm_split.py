@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rollplex.checks import check_shared_adapters
 from rollplex.engines.vllm_sharing import bind, check_shared
 from rollplex.engines.vllm_weights import is_blind, present, wanted
 from rollplex.models.split_model import SplitModel
@@ -35,8 +36,7 @@ class SplitWeights:
     def place(self, model: nn.Module, source: SplitModel) -> int:
         from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
-        if source.lora is not None:
-            raise ValueError("lora with tensor_parallel_size above 1 is not supported: set tensor_parallel_size to 1")
+        check_shared_adapters(source.lora, get_tensor_model_parallel_world_size())
         self._model, self._source = model, source
         shards, tp = source.shards, get_tensor_model_parallel_world_size()
         self.rank = get_tensor_model_parallel_rank() if shards is None else shards.gpu

@@ -10,11 +10,12 @@ from typing import Any
 from rollplex.checks import (
     check_batches,
     check_engine_degree,
-    check_lora_degrees,
     check_remote,
     check_remote_adapters,
     check_reuse,
+    check_shared_adapters,
     check_shared_weights,
+    check_split_adapters,
     check_stage,
     check_takes_prefix,
     check_vision,
@@ -100,11 +101,12 @@ def check_clashes(content: Mapping[str, Any], gpus: int, train_tp: int, rollout_
         check_stage(sharding.stage)
         check_degrees(sharding.stage, train_tp, Engine(engine.name, engine.kind, engine.takes_vision, rollout_tp))
         Topology(gpus, train_tp, rollout_tp)
-        check_lora_degrees(model.get("lora"), train_tp, rollout_tp)
+        check_split_adapters(model.get("lora"), train_tp)
     elif sharding.kind in ("plain", "ddp"):
         check_engine_degree(engine.tensor_parallel_size)
     if "SharedWeights" in callbacks:
         check_shared_weights(engine.name, engine.like("VLLMEngine"))
+        check_shared_adapters(model.get("lora"), rollout_tp)
     sharded = sharding.kind == "zero" and ((sharding.stage == 3 and gpus > 1) or max(train_tp, rollout_tp) > 1)
     if "PrefillReuse" in callbacks:
         check_reuse(sharded)

@@ -167,7 +167,8 @@ def _assumptions(
     if "language_model" in (model.get("freeze") or ()):
         found.append("activations as if the language model were trained, although freeze names it")
     if model.get("lora") is not None:
-        found.append("activations and seconds as if all weights were trained, although lora trains adapters")
+        what = "memory" if plan.run is None else "activations"
+        found.append(f"{what} and seconds as if all weights were trained, although lora trains adapters")
     if calibration is None:
         found.append("seconds from the GPU's data sheet and the rates of the paper's 32 H800 (--calibrate fits them)")
     return tuple(found)
