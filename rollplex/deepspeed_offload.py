@@ -102,6 +102,10 @@ class WithStateOffload:
         found = self.states.bytes() if self.states is not None else {}
         return found | ({ENGINE_WEIGHTS: self.replica.nbytes} if self.replica is not None else {})
 
+    def state_tensors(self) -> dict[str, list[Tensor]]:
+        """Of what is no buffer of DeepSpeed's: the tensors behind `state_bytes`. An engine may have more of its own."""
+        return {ENGINE_WEIGHTS: self.replica.tensors} if self.replica is not None else {}
+
     def refusals(self) -> dict[str, str]:
         """State -> why DeepSpeed cannot move it at this stage."""
         found = {}

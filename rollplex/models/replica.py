@@ -50,8 +50,13 @@ class Replica:
         return self._own[id(parameter)]
 
     @property
+    def tensors(self) -> list[Tensor]:
+        """Each once."""
+        return list(self._own.values())
+
+    @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for t in self._own.values())
+        return sum(t.nbytes for t in self.tensors)
 
     @torch.no_grad()
     def refresh(self, gather: Gather) -> None:
