@@ -48,12 +48,12 @@ class LookAtAdapters(PhaseCallback):
         }
 
 
-def train(model: str, root: Path, stage: int) -> dict[str, Any]:
+def train(model: str, root: Path, stage: int, **settings: Any) -> dict[str, Any]:
     """Three steps, the last of them once more from a checkpoint, and all that is exported."""
     path, out, look = root / "two.ckpt", root / "export", LookAtAdapters()
     extra: list[Callback] = [ExportModel(str(out)), z.SaveAt(2, path), look]
-    straight = z.train(model, root, stage, extra=extra, **SETTINGS)
-    resumed = z.train(model, root, stage, ckpt_path=str(path), **SETTINGS)
+    straight = z.train(model, root, stage, extra=extra, **SETTINGS, **settings)
+    resumed = z.train(model, root, stage, ckpt_path=str(path), **SETTINGS, **settings)
     saved: list[str] = []
     if z.RANK == 0:
         export_checkpoint(path, root / "half")

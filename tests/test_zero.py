@@ -590,6 +590,14 @@ def test_adapters_and_a_rank_without_a_group(pair, plain):
 
 
 @pytest.mark.slow
+def test_one_vision_pass_with_adapters(pair, plain):
+    """The reference's too: no adapter is in the tower."""
+    expected, result = plain(lora=lora_cases.RANDOM, beta=0.04), pair["lora_vision3"]
+    assert expected.difference(result["weights"]) < BAR
+    assert result["passes"] == pytest.approx([1.0] * 3)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", (2, 3))
 def test_adapters_of_a_bfloat16_model(solo, plain, stage):
     """The last bit may differ: gradients are scaled in bfloat16 on one device, in float32 by DeepSpeed. In stage 3 the
