@@ -90,7 +90,7 @@ STAGES = (0, 1, 2, 3)
 ZERO = (1, 2, 3)
 
 TP = {"train_tp": 2}
-TENSOR_FAMILIES = ("qwen2_vl", "qwen3_vl", "llava_onevision", "internvl")
+TENSOR_FAMILIES = ("qwen2_vl", "qwen3_vl", "internvl")
 
 SOLO: dict[str, Case] = {
     **{f"train{s}": case(z.train, s) for s in ZERO},
