@@ -22,6 +22,7 @@ from rollplex.data.encode import BadRow, PromptEncoder
 from rollplex.data.images import open_image, to_rgb
 from rollplex.data.records import Sample
 from rollplex.data.video import decode_video, open_video
+from rollplex.ranks import Ranks
 from rollplex.tasks.base import VLMTask
 
 
@@ -274,6 +275,28 @@ def test_bad_rows_are_skipped_counted_and_warned_about_once(tiny_processor):
         assert batches_of(loader) == [[0, 1], [3], [], [6, 7]]
     assert Counter(str(w.message).split(":")[0] for w in caught) == {f"skipped row 'train{i}'": 1 for i in (2, 4, 5)}
     assert [row_id for row_id, _ in data.bad_rows] == ["train2", "train4", "train5"]
+
+
+def test_skipped_rows_are_counted_over_ranks_each_once(tiny_processor):
+    """Rank 1 meets in the second epoch the row that rank 0 met in the first."""
+
+    class Gathered:
+        def __init__(self, others):
+            self.others, self.told = others, []
+
+        def gather(self, fresh):
+            self.told.append(sorted(fresh))
+            return [fresh, self.others.pop(0)]
+
+    data = VLMDataModule(Rows(8, bad=(2, 4)), batch_size=2, shuffle=False).attach(tiny_processor)
+    data.setup("fit")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        list(data.train_dataloader())
+    ranks = Gathered([{"train6"}, {"train2"}, set()])
+    assert [data.rows_skipped(ranks) for _ in range(3)] == [3, 3, 3]
+    assert ranks.told == [["train2", "train4"], [], []]  # what all know is not told again
+    assert VLMDataModule(Rows(8), batch_size=2).rows_skipped(Ranks()) == 0
 
 
 def test_a_whole_epoch_of_bad_rows_is_an_error(tiny_processor):

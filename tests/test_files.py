@@ -390,6 +390,11 @@ BAD = {
     ),
     "too few": ({"problem": "<image><image>", "images": [ONE]}, "the text has 2 <image> for 1 images"),
     "too many": ({"problem": "<image>", "images": [ONE, TWO]}, "the text has 1 <image> for 2 images"),
+    "elsewhere": (
+        {"problem": "a", "image_path": ONE},
+        "has its image in image_path, .*: set image_field to image_path",
+    ),
+    "video elsewhere": ({"problem": "a", "video_url": "a.mp4"}, "set video_field to video_url"),
     "to fill": (
         {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
         "1 image parts to fill, the row has 0",

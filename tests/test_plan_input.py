@@ -308,3 +308,13 @@ def test_twenty_configs_that_cannot_fit_do_with_what_their_plan_says(capsys, tmp
         if helped == 20:
             break
     assert helped == 20 and hopeless < 20
+
+
+def test_the_sections_are_those_of_the_run(capsys):
+    from rollplex.planner.names import SECTIONS
+
+    root = Path(__file__).resolve().parent.parent
+    with pytest.raises(SystemExit):
+        main(["fit", "--config", str(root / "configs" / "digits_cpu.yaml"), "--print_config"])
+    printed = set(yaml.safe_load(capsys.readouterr().out))
+    assert printed <= set(SECTIONS) <= printed | {"optimizer", "lr_scheduler"}, printed

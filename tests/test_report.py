@@ -181,13 +181,14 @@ def test_a_line_without_end_takes_no_other_with_it(tmp_path):
     assert [(s.step, len(s.records)) for s in found.samples] == [(3, 1)]
 
 
+@pytest.mark.filterwarnings("error:Glyph")
 def test_a_sample_of_many_pictures_and_responses_is_shown_in_part(tmp_path):
     (tmp_path / "rollouts").mkdir()
     texts = [{"text": f"a\u2028b {i}", "reward": 10**400} for i in range(300)]
     record = {"id": "x", "prompt": "p", "images": ["no.png"] * 40, "responses": texts}
     (tmp_path / "rollouts" / "step_000003.jsonl").write_text(json.dumps(record, ensure_ascii=False) + "\n")
     (tmp_path / "config.yaml").write_text("class_path: x\n" + "a: 1\n" * 100_000)
-    (tmp_path / "metrics.csv").write_text(f"step,{','.join(f'reward/{i}' for i in range(40))}\n1{',2' * 40}\n")
+    (tmp_path / "metrics.csv").write_text(f"step,{','.join(f'reward/正{i}' for i in range(40))}\n1{',2' * 40}\n")
     main(["report", str(tmp_path)])
     text = (tmp_path / "report.html").read_text()
     assert "Not shown: 24 more pictures, 284 more responses." in text and "16 pictures could not be read" in text

@@ -66,6 +66,8 @@ class Layout:
             media = [{"type": kind, **reader(value, i)} for i, value in enumerate(values)]
             _read_own(messages, kind, reader)
             _place(messages, kind, media, placeholder)
+            if not any(part["type"] == kind for m in messages for part in m["content"]):
+                _check_forgotten(row, kind, field)
         if self.system_prompt is not None and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": [_text(self.system_prompt)]})
         if self.prompt_suffix:
@@ -128,6 +130,15 @@ def _listed(row: Mapping[str, Any], field: str | None, usual: Sequence[str]) -> 
     if len(values) > MAX_LISTED:
         raise ValueError(f"{name} has {len(values)} entries; at most {MAX_LISTED} are looked at")
     return name, list(values)
+
+
+def _check_forgotten(row: Mapping[str, Any], kind: str, field: str | None) -> None:
+    """ValueError for a row whose pictures (videos) are in a field that nobody looks into: it would train without."""
+    names = "image|img|picture|photo" if kind == "image" else "video|clip"
+    for name, value in row.items():
+        known = re.fullmatch(rf"({names})s?(_?(path|file|url|name|byte)s?)?", str(name), re.IGNORECASE)
+        if field is None and known and isinstance(value, str | bytes | Mapping | list) and value:
+            raise ValueError(f"has its {kind} in {name}, which is not looked into: set {kind}_field to {name}")
 
 
 def _reader(read: Callable[[Any], Mapping[str, Any]], name: str) -> Callable[[Any, int], Mapping[str, Any]]:
