@@ -150,3 +150,11 @@ def test_each_data_parallel_rank_has_an_engine_of_its_own(split_folders, tmp_pat
     check(reports, weights)
     assert [report["own_bytes"] for report in reports] == [0, 0]
     assert reports[0]["tokens"] != reports[1]["tokens"]  # other prompts
+
+
+def test_vllm_gets_the_features_of_sharded_parameters(split_folders, tmp_path):
+    """ZeRO-3 and `vision: shared`: the trainer's tower is run once for vLLM, which has none, and for the actor."""
+    reports, weights = launch(tmp_path, split_folders(), 2, 1, 1, 3, "vision")
+    check(reports, weights)
+    # The reference has a tower of its own: it is not frozen.
+    assert [step["vision_passes"] for step in reports[0]["steps"]] == pytest.approx([2.0, 2.0])

@@ -515,6 +515,17 @@ def test_one_vision_pass_of_sharded_parameters(request, plain, world, name):
             assert 1 < passes < (2 if name == "vision_tight3" else 5)
 
 
+@pytest.mark.slow
+def test_one_vision_pass_in_every_round(pair, plain):
+    """vision: shared, dynamic_sample and ZeRO-3 at once."""
+    task, settings = r.scenario("rounds")
+    result, expected = pair["dynamic_vision3"], plain(task, **settings)
+    assert expected.difference(result["weights"]) < BAR
+    assert all(m["groups_resampled"] > 0 for m in expected.metrics)
+    # The reference has a tower of its own: it is not frozen.
+    assert result["passes"] == pytest.approx([2.0] * 3)
+
+
 # ---- adapters ----
 
 

@@ -96,12 +96,13 @@ class Watch(PhaseCallback):
 
 
 def main(folder: str, model: str, train_tp: str, rollout_tp: str, stage: str, weights: str) -> None:
-    """weights: "shared" or "copied"; "dynamic" is shared, with dynamic_sample."""
+    """weights: "shared" or "copied"; "dynamic" is shared, with dynamic_sample, and "vision" copied, with one vision
+    pass for engine and trainer."""
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(LIMIT, exit=True)
     engine = VLLMEngine(
         max_model_len=512, max_num_seqs=32, block_size=32, kv_cache_memory_bytes=64 * 1024**2,
-        tensor_parallel_size=int(rollout_tp),
+        tensor_parallel_size=int(rollout_tp), vision="shared" if weights == "vision" else "engine",
     )  # fmt: skip
     settings: dict[str, Any] = {"admission": "always", "collective_timeout": LIMIT, "engine": engine}
     if int(stage) == 0:
@@ -109,13 +110,13 @@ def main(folder: str, model: str, train_tp: str, rollout_tp: str, stage: str, we
     else:
         strategy = RollplexDeepSpeedStrategy(int(stage), train_tp=int(train_tp), **settings)
     watch = Watch()
-    shared = [] if weights in ("copied", "lora") else [SharedWeights()]
-    settings = {"beta": 0.04} | (SETTINGS if weights.startswith("lora") else {})
+    shared = [] if weights in ("copied", "lora", "vision") else [SharedWeights()]
+    task: Any = None
+    more = {"beta": 0.04} | (SETTINGS if weights.startswith("lora") else {})
     if weights == "dynamic":
-        task, settings = scenario("rounds")
-        settings = settings | {"task": task}
+        task, more = scenario("rounds")
     run(
-        model, Path(folder), steps=2, learning_rate=1e-2, batch_size=4, **settings,
+        model, Path(folder), steps=2, learning_rate=1e-2, batch_size=4, task=task, **more,
         trainer={"strategy": strategy, "devices": int(os.environ["WORLD_SIZE"])},
         callbacks=[*shared, PrefixOverlap(), GroupStreaming(), watch],
     )  # fmt: skip

@@ -133,6 +133,7 @@ PAIR: dict[str, Case] = {
     **{f"ledger{s}": case(z.ledger, s) for s in STAGES},
     **{f"vision{s}": case(z.shared_vision, s) for s in (0, 2)},
     **{f"{name}3": case(z.shared_vision, 3, **VISION[name]) for name in VISION},
+    "dynamic_vision3": case(z.shared_vision, 3, task=r.scenario("rounds")[0], **r.scenario("rounds")[1]),
     "ledger2_bf16": case(z.ledger, 2, dtype="bfloat16", beta=0.04),
     **{f"lora{s}": case(lora.train, s, zero=ALL_CUT if s == 3 else {}) for s in ZERO},
     **{f"ledger{s}_lora": case(z.ledger, s, **lora.SETTINGS) for s in (2, 3)},
@@ -153,6 +154,7 @@ QUICK: dict[str, set[str]] = {
     "pair": {
         "train0", "train2", "train3", "gradient3", "dapo_parts3", "text_image3", "uneven3", "alone3", "rows3", "resume0", "resume3",
         "engine_0", "export3", "lora2", "ledger2_lora", "tensor2", "tensor_gradient2", "ledger2", "ledger3", "dynamic_rounds2",
+        "dynamic_one_sided3", "llava_onevision3", "vision3",
     },
 }  # fmt: skip
 """World -> what the default tests read; the rest is read by slow ones."""
