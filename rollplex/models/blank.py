@@ -16,8 +16,9 @@ from torch import Tensor
 from rollplex.data.records import Prompt, Sample
 
 if TYPE_CHECKING:
-    from rollplex.models.split_model import SplitModel
+    from rollplex.models.split_model import Kind, SplitModel
 
+KINDS: tuple[Kind, ...] = ("image", "video")
 NOTHING = torch.zeros(0, dtype=torch.long)
 
 
@@ -29,8 +30,9 @@ def vision_embeddings(model: SplitModel, prompts: Sequence[Prompt], media: froze
     kinds = {kind: names[0] for kind, names in model.media_names.items()}
     own = {name for p in prompts for name in p.media} & set(kinds.values())
     assert media >= own, f"the prompts have {sorted(own)}, and the ranks agreed on {sorted(media)}"
-    lacking = [kind for kind, pixels in kinds.items() if pixels in media - own]
+    lacking = [kind for kind in KINDS if kinds.get(kind) in media - own]
     blank = {name: tensor for kind in lacking for name, tensor in model.blank_media(kind).items()}
     seen = [*prompts, Prompt(Sample("blank"), NOTHING, NOTHING, blank)] if blank else prompts
     found = model.vision_embeddings(seen)
-    return found | {f"{kind}_embeds": found[f"{kind}_embeds"][:0] for kind in lacking}
+    # A copy of nothing: a view would keep the blank picture's rows alive.
+    return found | {f"{kind}_embeds": found[f"{kind}_embeds"][:0].clone() for kind in lacking}

@@ -117,7 +117,8 @@ class LlavaOnevision(ScatteredVision):
     def _features(self, kind: Kind, *inputs: Any, **more: Any) -> Tensor:
         """(I, H) of transformers' `get_image_features` or `get_video_features`."""
         model = self.hf.model
-        if isinstance(model, FeatureCalls):
+        by_call = isinstance(model, FeatureCalls)
+        if by_call:
             return model(*inputs, features_of=kind, **more)
         return _features(model, kind, *inputs, **more)
 
