@@ -84,7 +84,7 @@ def as_svg(drawn: Any, key: str, alt: str) -> str:
     import matplotlib
 
     buffer = io.StringIO()
-    settings = {"svg.fonttype": "none", "svg.hashsalt": key, "text.parse_math": False}
+    settings: Any = {"svg.fonttype": "none", "svg.hashsalt": key, "text.parse_math": False}
     with matplotlib.rc_context(settings), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph")  # the page's font has it; only its width is guessed
         drawn.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
