@@ -265,6 +265,15 @@ def check_engine_degree(degree: int) -> None:
         )
 
 
+def check_chunk(update_chunk_bytes: int | None, largest: int) -> None:
+    """largest: bytes of the optimizer states of the largest parameter."""
+    if update_chunk_bytes is not None and update_chunk_bytes < largest:
+        raise ValueError(
+            f"update_chunk_bytes={update_chunk_bytes} is smaller than the optimizer states of the largest parameter, "
+            f"which step together: set at least {largest}, or null to bring all states at once"
+        )
+
+
 def check_offload(offload: Any, update_chunk_bytes: Any, pin: Any) -> None:
     """Of PhaseOffload; which of the states can leave the device depends on the run."""
     if offload != "auto":

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import get_scheduler
 
+from rollplex.checks import check_chunk
 from rollplex.offload import HostCopies
 
 
@@ -41,12 +42,7 @@ class StreamedAdamW(torch.optim.AdamW):
         of one parameter are larger than a part.
         """
         if chunk_bytes is not None:
-            largest = max(self.step_bytes(p) for p in self._all())
-            if chunk_bytes < largest:
-                raise ValueError(
-                    f"update_chunk_bytes={chunk_bytes} is smaller than the optimizer states of the largest parameter, "
-                    f"which step together: set at least {largest}, or null to bring all states at once"
-                )
+            check_chunk(chunk_bytes, max(self.step_bytes(p) for p in self._all()))
         self._copies, self._chunk_bytes = copies, chunk_bytes
 
     # ---- what there is ----

@@ -42,10 +42,12 @@ echo "evaluation: rollplex validate --config $config --ckpt_path last"
 echo
 echo "results in $runs/"
 echo "  samples with picture, prompt, response, reward: $runs/rollouts/"
+echo "  all of it as one page:                          .venv/bin/pip install -e \".[report]\" && .venv/bin/rollplex report $runs"
 echo "  both lanes of a step, for ui.perfetto.dev:      $runs/timeline/"
 echo "  the trained model, for from_pretrained:         $(ls -td "$runs"/export* | head -n 1)"
+echo "  checkpoints; metrics of training, then of the evaluation:"
 find "$runs" -newer "$started" -type f \( -name '*.ckpt' -o -name metrics.csv \) |
-    sort | sed 's/^/  /'
+    sort -V | sed 's/^/    /'
 if find "$runs" -name '*tfevents*' 2>/dev/null | grep -q .; then
     echo "curves:  .venv/bin/tensorboard --logdir $runs"
 fi

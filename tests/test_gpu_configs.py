@@ -105,6 +105,13 @@ def test_the_7b_config_of_one_gpu_fits_80_gb_because_of_phase_offload(gpu, capsy
     assert not resident["fits"] and "PhaseOffload" in " ".join(resident["changes"])
 
 
+def test_parts_of_an_update_that_the_run_would_refuse_are_refused_without_its_weights(tmp_path):
+    config = tmp_path / "small_parts.yaml"
+    config.write_text(SEVEN[0].read_text().replace("update_chunk_bytes: 7000000000", "update_chunk_bytes: 1000000000"))
+    with pytest.raises(SystemExit, match=f"set at least {12 * SHAPE.vocab * SHAPE.hidden}"):
+        main(["plan", "--config", str(config), "--gpu", "L40S"])
+
+
 def test_places_come_from_the_config_and_flags_override_them(capsys, tmp_path):
     one, eight = SEVEN
     assert (from_config(str(one))["gpus"], from_config(str(eight))["gpus"]) == (1, 8)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from rollplex.checks import check_chunk
 from rollplex.planner.engine_memory import EngineMemory
 from rollplex.planner.fitting import Change, fitting_changes, run_changes
 from rollplex.planner.hardware import Gpu
 from rollplex.planner.memory import GIB, MemorySettings, naive_bytes, stage_bytes, states
 from rollplex.planner.models import ModelShape
-from rollplex.planner.run_memory import RunSettings, in_config_words, resident, run_states, with_pool
+from rollplex.planner.run_memory import RunSettings, in_config_words, resident, run_states, smallest_chunk, with_pool
 from rollplex.planner.simulate import Model, Placement, Rates, StepTime, Workload, compare
 from rollplex.residency import Ledger, State
 
@@ -102,5 +103,7 @@ def make_plan(
         found, changes = states(shape, memory), fitting_changes(shape, memory, gpu)
     else:
         run = with_pool(run, shape, gpu.memory)
+        if "language_model" not in run.freeze:  # without it the largest parameter that is trained is not known here
+            check_chunk(run.update_chunk_bytes, smallest_chunk(shape, run))
         found, changes = run_states(shape, run), run_changes(shape, run, gpu)
     return Plan(shape, gpu, place, memory, workload, found, changes, times, run, rates)

@@ -178,6 +178,12 @@ def _persistent(m: ModelShape, s: RunSettings) -> float:
     return float(small * s.itemsize)
 
 
+def smallest_chunk(m: ModelShape, s: RunSettings) -> int:
+    """Bytes of the optimizer states of the largest parameter: of models of the table the embeddings, which have as many
+    elements as the output head."""
+    return (8 if s.itemsize == 4 else 12) * max(s.lora_trained or m.sizes, default=m.vocab * m.hidden)
+
+
 def _chunks_share(m: ModelShape, s: RunSettings, per_element: int) -> float:
     """Largest part of the optimizer states that is on the device at once: two neighbouring chunks."""
     if s.update_chunk_bytes is None:
@@ -293,9 +299,8 @@ def run_knobs(s: RunSettings, m: ModelShape) -> Iterator[tuple[str, Any]]:
     yield "prefix_checkpointing", True
     yield "suffix_checkpointing", True
     yield "offload", moved
-    largest = (8 if s.itemsize == 4 else 12) * max(s.lora_trained or m.sizes, default=m.vocab * m.hidden)
     if not s.zero:
-        yield "update_chunk_bytes", largest
+        yield "update_chunk_bytes", smallest_chunk(m, s)
     if s.responses_per_pass != 1:
         yield "responses_per_pass", 1
     for part in (2, 4, 8, 16):
@@ -306,6 +311,8 @@ def run_knobs(s: RunSettings, m: ModelShape) -> Iterator[tuple[str, Any]]:
         if s.prompts // part >= 1:
             yield "prompts", s.prompts // part
     if s.itemsize == 4:
+        if not s.zero:  # the states of a parameter are larger then, by its float32 master
+            yield "update_chunk_bytes", smallest_chunk(m, replace(s, itemsize=2))
         yield "itemsize", 2
 
 

@@ -45,7 +45,7 @@ def show_plan(plan: Plan, console: Console) -> None:
     elif plan.changes is None:
         advice = "no knob of one node helps: use a smaller model or a larger GPU"
         if plan.run is not None:
-            advice = "no setting helps on these devices: use a smaller model or a larger GPU"
+            advice = "no setting helps here: use more devices (rollplex_zero2), lora, a smaller model or a larger GPU"
         console.print(f"{as_planned} it does not fit: peak {peak} of {room}, and {advice}")
     else:
         changes = ", ".join(plan.advice or [])
