@@ -65,6 +65,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "time/step": ("s", "wall-clock of the step, without data loading"),
     "time/{phase}": ("s", "time in one phase: rollout, score, train, update, publish"),
     "time/hidden": ("s", "train-lane unit time that ran inside the rollout phase"),
+    "time/prefix": ("s", "prefix unit time, without passes that served as the engine's prefill"),
     "time/window": ("s", "time of decode steps: where units may be hidden"),
     "time/reused": ("s", "time of prefix units whose K/V the engine took instead of prefilling"),
     "time/release_kv": ("s", "time of giving the engine's K/V memory back after the rollout"),
@@ -206,12 +207,12 @@ def _loss_tallies(step: GRPOStep) -> dict[str, Tally]:
 
 def time_metrics(timeline: Timeline, seconds: float, tokens: int) -> dict[str, float]:
     """From the step's spans: seconds per phase, hidden work, throughput."""
-    out = {"time/step": seconds, "tokens_per_second": tokens / seconds if seconds > 0 else 0.0}
+    out = {"time/step": seconds, "tokens_per_second": tokens / seconds if seconds > 0 else 0.0, "time/hidden": 0.0}
     for span in timeline.spans():
         if span.lane == PHASES:
             out[f"time/{span.name}"] = out.get(f"time/{span.name}", 0.0) + span.seconds
         elif span.lane == TRAIN_LANE and span.arguments.get("hidden"):
-            out["time/hidden"] = out.get("time/hidden", 0.0) + span.seconds
+            out["time/hidden"] += span.seconds
     out |= _kv_metrics(timeline)
     rollout = timeline.seconds(ROLLOUT_LANE) - out.get("time/release_kv", 0.0) - out.get("time/restore_kv", 0.0)
     if rollout > 0:
@@ -223,9 +224,10 @@ def time_metrics(timeline: Timeline, seconds: float, tokens: int) -> dict[str, f
     prefixes = [s for s in timeline.spans() if s.lane == TRAIN_LANE and s.name.endswith("_prefix")]
     out["time/reused"] = sum(s.seconds for s in prefixes if s.arguments.get("prefill"))
     prefixes = [s for s in prefixes if not s.arguments.get("prefill")]
+    out["time/prefix"] = sum(s.seconds for s in prefixes)
     if prefixes:
         hidden = sum(s.seconds for s in prefixes if s.arguments["hidden"])
-        out["overlap_efficiency"] = hidden / sum(s.seconds for s in prefixes)
+        out["overlap_efficiency"] = hidden / out["time/prefix"]
     return out
 
 
@@ -246,6 +248,15 @@ def admission_metrics(admission: Admission) -> dict[str, float]:
     out |= {f"units_refused/{reason}": float(len(units)) for reason, units in admission.refused.items()}
     alpha = admission.measurements.alpha
     return out if alpha is None else out | {"decode_slowdown": alpha}
+
+
+def without_gaps(metrics: Mapping[str, float], earlier: Iterable[str]) -> dict[str, float]:
+    """With every metric that was logged at an earlier step and is not there now: a logger would go on showing its last
+    value. Seconds and bytes of what did not happen are 0; a mean over nothing is NaN, and so is all of a batch without
+    a usable row."""
+    gone = [name for name in earlier if name not in metrics]
+    amounts = ("time/", "memory/", "kv_bytes_") if metrics else ()
+    return {**metrics, **{name: 0.0 if name.startswith(amounts) else math.nan for name in gone}}
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:

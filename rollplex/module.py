@@ -18,7 +18,7 @@ from rollplex.evaluation import WithEvaluation
 from rollplex.grpo.advantages import ScaleRewards
 from rollplex.grpo.importance import ImportanceMode
 from rollplex.grpo.losses import ImportanceLevel, KLEstimator, LossSettings, LossType
-from rollplex.metrics import admission_metrics, check_names, merge, step_tallies, tallies, time_metrics, values
+from rollplex.metrics import admission_metrics, merge, step_tallies, tallies, time_metrics, values
 from rollplex.models.policy import add_base_weights, keep_adapters_alone, make_models, place_reference, weights_print
 from rollplex.models.registry import load_processor
 from rollplex.models.split_model import Part, SplitModel
@@ -28,6 +28,7 @@ from rollplex.ranks import Ranks
 from rollplex.resample import LockstepRound, RoundStep, resample_metrics, run_rounds
 from rollplex.rewards.runner import RewardRunner
 from rollplex.step import GRPOStep
+from rollplex.step_log import StepLog
 from rollplex.step_settings import StepSettings
 from rollplex.updates import GradientUpdate
 from rollplex.vision import vision_settings
@@ -194,7 +195,7 @@ class GRPOModule(WithRandomStates, WithEvaluation, LightningModule):
         h = self.hparams
         if stage == "fit":
             check_batches(h, getattr(self.trainer, "datamodule", None))
-        self.task = task
+        self.task, self.step_log = task, StepLog(self, task)
         self._runners = {
             n: RewardRunner(
                 task, num_generations=n, timeout=h["reward_timeout"], workers=h["reward_workers"],
@@ -257,6 +258,7 @@ class GRPOModule(WithRandomStates, WithEvaluation, LightningModule):
         share = None if ranks.alone else agree_on_share(getattr(batch, "places", range(len(batch))), ranks)
         if not (batch if share is None else share.groups):  # every row was bad; the data module has named them
             self.rollouts_done += 1
+            self.step_log.log({})
             return None
         self.random_states.begin()
         start = time.perf_counter()
@@ -264,6 +266,7 @@ class GRPOModule(WithRandomStates, WithEvaluation, LightningModule):
         self.zero_grad(set_to_none=True)
         self.gradient_update.begin()
         rounds = run_rounds(self, step)
+        self.step_log.check_rewards(rounds)
         metrics: dict[str, float] = {}
         for update in range(step.num_updates):
             if update > 0:
@@ -272,17 +275,15 @@ class GRPOModule(WithRandomStates, WithEvaluation, LightningModule):
             metrics.update(self._update(step, update))
         colocation.publish()
         self.rollouts_done += 1
-        groups = [part.groups[g] for part in rounds for g in sorted(part.groups)]
         times = time_metrics(colocation.timeline, time.perf_counter() - start, sum(part.tokens for part in rounds))
         own = merge([step_tallies(part) for part in rounds])
         own |= tallies(times | admission_metrics(colocation.executor.admission) | resample_metrics(rounds))
         own |= tallies({"rows_skipped": float(self.trainer.datamodule.rows_skipped(ranks))})
         metrics |= values(merge(ranks.gather(own | tallies(colocation.watch.metrics()))))
-        check_names(metrics)
-        for name, value in metrics.items():
-            self.log(name, value, batch_size=max(1, len(batch)), prog_bar=name in ("reward", "tokens_per_second"))
+        self.step_log.log(metrics, max(1, len(batch)))
         self.updates_in_step = 0
         self.random_states.end()
+        groups = [part.groups[g] for part in rounds for g in sorted(part.groups)]
         return {"loss": torch.tensor(metrics.get("loss", 0.0)), "groups": groups, "metrics": metrics}
 
     def _update(self, step: GRPOStep, update: int) -> dict[str, float]:

@@ -65,7 +65,7 @@ LAYERS = [
             "schedule_state",
             "step",
         }
-        | {"step_settings", "vision"},
+        | {"step_log", "step_settings", "vision"},
     ),
     (
         "strategy",

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rollplex.admission import Admission
-from rollplex.metrics import known, metrics_table, pass_at_k, time_metrics
+from rollplex.metrics import known, metrics_table, pass_at_k, time_metrics, without_gaps
 from rollplex.timeline import PHASES, ROLLOUT_LANE, TRAIN_LANE, Timeline
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -57,7 +57,17 @@ def test_times_by_hand():
     assert out["time/rollout"] == 6 and out["time/train"] == 3 and out["time/window"] == 4
     assert out["time/hidden"] == 3 and out["overlap_efficiency"] == 0.75 and out["time/reused"] == 0.5
     assert out["time/idle/rollout"] == 5 and out["time/idle/train"] == 3.5
+    assert out["time/prefix"] == 4
     assert out["tokens_per_second"] == 10 and out["rollout_tokens_per_second"] == 20
+    assert time_metrics(Timeline(), 1.0, 0)["time/hidden"] == 0
+
+
+def test_a_logger_is_given_every_metric_again():
+    earlier = ["time/release_kv", "memory/prefix_act", "reward/form", "kl"]
+    filled = without_gaps({"kl": 2.0, "loss": 1.0}, earlier)
+    assert filled.pop("reward/form") != filled.get("reward/form")  # NaN: nothing to take a mean of
+    assert filled == {"kl": 2.0, "loss": 1.0, "time/release_kv": 0.0, "memory/prefix_act": 0.0}
+    assert [name for name, value in without_gaps({}, earlier).items() if value != value] == earlier
 
 
 # ---- admission ----
@@ -120,5 +130,5 @@ def test_budget_refuses_what_does_not_fit_and_names_what_is_needed():
     fresh.learn_bytes(**late, early=False)  # ran after the rollout: no budget applies
     with pytest.raises(ValueError, match=too_small):
         fresh.learn_bytes(**late)
-    with pytest.raises(ValueError, match="above 0"):
+    with pytest.raises(ValueError, match="1 or more"):
         Admission(budget_bytes=0)

@@ -12,10 +12,13 @@ from fake_engine import FakeEngine, Scripted
 from lightning.pytorch.callbacks import ModelCheckpoint
 from runs import PictureTask, largest_difference, run, same_bits, weights
 
+from rollplex import GRPOModule
 from rollplex.callbacks import GroupStreaming, PrefixOverlap
 from rollplex.engines.torch_engine import TorchEngine
 from rollplex.models.registry import load_hf
 from rollplex.phases import Phase, PhaseCallback
+from rollplex.rewards.missing import RewardWatch, Scored
+from rollplex.rewards.runner import RewardFailure
 from rollplex.units import PREFIX_KINDS, UnitKind
 
 
@@ -80,6 +83,46 @@ def test_lp_08_missing_rewards_are_counted_and_isolated(parity_folder, tmp_path)
     assert all(math.isfinite(v) for v in metrics.values())
     assert all(torch.isfinite(w).all() for w in weights(module).values())
     assert not same_bits(weights(module), initial(parity_folder))
+
+
+def raises(sample, response):
+    raise KeyError("answer")
+
+
+@pytest.mark.parametrize(
+    ("reward", "said"),
+    [
+        (lambda s, r: "0.5", r"bad_type \(returned str, expected a number\)\. A reward is a number"),
+        (raises, r"raised \(KeyError: 'answer' \(.*test_step\.py:\d+\)\)\. Mend the reward"),
+    ],
+    ids=["text", "raises"],
+)
+def test_lp_08_a_reward_that_scores_nothing_ends_the_run_before_a_weight_moves(parity_folder, tmp_path, reward, said):
+    where = r"PictureTask\.reward gave no usable reward for any response of this rollout batch \(16 responses\)"
+    modules = []
+
+    class Kept(GRPOModule):
+        def on_train_start(self):
+            super().on_train_start()
+            modules.append(self)
+
+    with pytest.raises(ValueError, match=f"(?s){where}.*row train-\\d.*{said}"):
+        run(parity_folder, tmp_path, steps=2, task=PictureTask(reward=reward), cls=Kept, weight_decay=0.1, beta=0.1)
+    assert same_bits(weights(modules[0]), initial(parity_folder)) and modules[0].rollouts_done == 0
+
+
+def test_lp_08_batches_of_none_end_the_run_when_they_go_on():
+    task = PictureTask()
+    nothing = Scored(0, 8, RewardFailure("a", 0, "none", "returned None"))
+    watch = RewardWatch(task)
+    for everywhere in ([nothing, nothing], [nothing, nothing], [nothing, Scored(1, 7, None)], [nothing], [nothing]):
+        watch.check(everywhere)  # twice in a row, and then another rank has a reward
+    with pytest.raises(ValueError, match=r"3 last rollout batches.*is a return missing"):
+        watch.check([nothing])
+    late = Scored(0, 8, RewardFailure("b", 1, "timeout", "no reward within 1 s"))
+    with pytest.raises(ValueError, match=r"row b, response 1: timeout.*reward_timeout"):
+        RewardWatch(task).check([nothing, late])
+    RewardWatch(task).check([Scored(0, 0, None)])  # aborted, all of them: nobody was asked
 
 
 def test_lp_08_a_response_without_reward_contributes_nothing(parity_folder, tmp_path):
@@ -180,9 +223,6 @@ def test_lp_13_micro_batches_and_bundles_do_not_change_the_update(parity_folder,
             scale = float(g.norm()) or 1.0
             if float(g.abs().max()) > 1e-6:
                 assert float((other[name] - g).norm()) / scale < 1e-5, name
-
-
-from rollplex import GRPOModule
 
 
 class KeepGradients(GRPOModule):
