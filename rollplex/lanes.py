@@ -227,15 +227,23 @@ class RolloutLane:
                 return True
             if item is None:
                 return False
-            command, future = item
-            try:
-                future.set_result(command(self.engine))
-            except BaseException as error:
-                future.set_exception(error)
-            self._busy = self.engine_busy()
-            self._note_memory()
+            self._apply(*item)
             if self._busy:
                 return True
+
+    def _apply(self, command: Callable[[RolloutEngine], Any], future: Future[Any]) -> None:
+        """Whoever waits for the command reads `memory` next: it is up to date before they are told."""
+        result, failed = None, None
+        try:
+            result = command(self.engine)
+        except BaseException as error:
+            failed = error
+        self._busy = self.engine_busy()
+        self._note_memory()
+        if failed is None:
+            future.set_result(result)
+        else:
+            future.set_exception(failed)
 
     def _note_memory(self) -> None:
         try:

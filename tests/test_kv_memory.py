@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,7 @@ from rollplex.engines import TorchEngine
 from rollplex.engines.vllm_kv import KVMemory
 from rollplex.metrics import time_metrics
 from rollplex.phases import Phase, PhaseCallback
+from rollplex.residency import KV_POOL
 from rollplex.schedule import UnitError
 from rollplex.timeline import RELEASE_KV, RESTORE_KV, ROLLOUT_LANE, Timeline
 
@@ -175,3 +177,18 @@ def test_sync_03_on_cuda_only_kv_memory_sleeps_and_wakes(monkeypatch):
     engine.calls.clear()
     assert memory.restore() == 690 and memory.restore() == 0
     assert engine.calls == ["empty_cache", "wake ['kv_cache']", "resume"]
+
+
+def test_the_ledger_knows_of_it_when_the_release_returns():
+    """However slowly the engine counts: the ledger's check comes right after."""
+
+    class SlowCount(Pool):
+        def state_bytes(self) -> dict[str, int]:
+            time.sleep(0.1)
+            return {KV_POOL: 1000 * self.held}
+
+    with Bench(kind=SlowCount) as bench:
+        bench.lane.call(lambda engine: None)
+        assert bench.lane.memory == {KV_POOL: 1000}
+        assert bench.lane.release_kv() == 1000
+        assert bench.lane.memory == {KV_POOL: 0}
