@@ -90,7 +90,6 @@ STAGES = (0, 1, 2, 3)
 ZERO = (1, 2, 3)
 
 TP = {"train_tp": 2}
-TENSOR_FAMILIES = ("qwen2_vl", "qwen3_vl", "internvl")
 
 SOLO: dict[str, Case] = {
     **{f"train{s}": case(z.train, s) for s in ZERO},
@@ -126,7 +125,7 @@ PAIR: dict[str, Case] = {
     "tensor_resume2": case(z.resume, 2, zero=TP),
     "tensor_phases2": case(z.phase_offload, 2, zero=TP),
     "tensor_masters2": untied(z.masters, 2, TP),
-    **{f"tensor_{f}2": of_family(f, z.gradient, 2, zero=TP, **CHECKPOINTED) for f in TENSOR_FAMILIES},
+    **{f"tensor_{f}2": of_family(f, z.gradient, 2, zero=TP, **CHECKPOINTED) for f in FAMILIES},
     **{f"{f}3": of_family(f, z.gradient_and_weights, 3, **OF_FAMILY) for f in FAMILIES},
     "tensor_validated2": case(z.validated, 2, zero=TP),
     "tensor_export2": case(z.export, 2, zero=TP),
