@@ -52,9 +52,13 @@ NOISE = 1e-6
 by their size, so it makes a step of the noise: another order of sums moves such a weight by part of a learning rate."""
 
 
+TOGETHER = 20
+"""Slow cases of one set of processes: each costs seconds, and the start of the processes as much as a few of them."""
+
+
 class Results:
-    """What the cases of one world come to: the quick ones in one set of processes, the others in a second one when
-    the first of them is asked for."""
+    """What the cases of one world come to: the quick ones in one set of processes, of the others `TOGETHER` in one
+    when the first of them is asked for. All at once they would take longer than a test may."""
 
     def __init__(self, world: str, folder: Path, model: Path, untied: Path) -> None:
         self.world, self.folder, self.models = world, folder, (model, untied)
@@ -64,7 +68,9 @@ class Results:
     def __getitem__(self, name: str) -> Any:
         if name not in self.launched:
             quick = name in QUICK[self.world]
-            self._launch([case for case in WORLDS[self.world] if (case in QUICK[self.world]) == quick])
+            cases = [case for case in WORLDS[self.world] if (case in QUICK[self.world]) == quick]
+            first = 0 if quick else cases.index(name) // TOGETHER * TOGETHER
+            self._launch(cases if quick else cases[first : first + TOGETHER])
         path = self.folder / f"{name}.pt"
         assert path.exists(), f"no result of {name}\n{self.output[-8000:]}"
         result = torch.load(path, weights_only=False)
