@@ -95,6 +95,8 @@ class PhaseProgressBar(ProgressBar, PhaseCallback):
         self._bar: LaneBars | None = None
         self._start = 0.0
         self._metrics: dict[str, float] = {}
+        self._validated = ""
+        """What the last validation found, and when; lines have one of its own for that."""
         self._printed = -1
 
     # ---- what Lightning asks of a progress bar ----
@@ -117,7 +119,7 @@ class PhaseProgressBar(ProgressBar, PhaseCallback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._start = time.monotonic()
-        self._metrics = {}
+        self._metrics, self._validated = {}, ""
         self._printed = -1
         if self._enabled and self._on_terminal:
             console = self.console or Console(file=sys.stdout, force_terminal=True)
@@ -141,7 +143,8 @@ class PhaseProgressBar(ProgressBar, PhaseCallback):
             return
         values = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
         shown = [f"{name} {value:.3f}" for name, value in values.items() if name in ("val/reward", "val/accuracy")]
-        self._metrics |= {name: values[name] for name in ("val/accuracy",) if name in values}
+        self._validated = f"val/accuracy {values['val/accuracy']:.3f}" if "val/accuracy" in values else ""
+        self._validated += f" (update {trainer.global_step})" if self._validated else ""
         if self._bar is None and shown:
             when = f"update {trainer.global_step}" if trainer.state.fn == "fit" else "evaluation"
             self.print(f"{when}: {', '.join(shown)}")
@@ -204,7 +207,8 @@ class PhaseProgressBar(ProgressBar, PhaseCallback):
         self.print(f"update {trainer.global_step}{of}: {', '.join(words)}")
 
     def _words(self) -> list[str]:
-        words = [f"{name} {self._metrics[name]:.3f}" for name in ("reward", "val/accuracy") if name in self._metrics]
+        words = [f"reward {self._metrics['reward']:.3f}"] if "reward" in self._metrics else []
+        words += [self._validated] if self._validated and self._bar is not None else []
         if "tokens_per_second" in self._metrics:
             words.append(f"{self._metrics['tokens_per_second']:,.0f} tokens/s")
         return words

@@ -14,15 +14,18 @@ from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from PIL import Image
 
 from rollplex.callbacks.files import append_jsonl, write_whole
-from rollplex.data.records import Group
+from rollplex.data.records import Group, Sample
 from rollplex.kinds import check_flag, check_whole
 from rollplex.phases import PhaseCallback
+from rollplex.tasks.layout import ANSWER, PROMPT
 
+LONGEST, MOST = 500, 16
+"""Characters and items that are kept of a row's column."""
 RESPONSE_COLUMNS = ("response", "reward", "components", "tokens", "finish_reason")
 
 
 class RolloutLogger(PhaseCallback):
-    """Writes a few samples (pictures, prompt, responses, rewards) of training and validation.
+    """Writes a few samples (pictures, prompt, right answer, responses, rewards) of training and validation.
 
     Always as `rollouts/step_000010.jsonl` with the pictures as PNG files beside it, and to every logger that takes
     them: W&B as a table, TensorBoard as images and text. Files are only ever appended to, a line at a time. Each line
@@ -117,6 +120,7 @@ class RolloutLogger(PhaseCallback):
             "split": split,
             "id": group.prompt.sample.id,
             "prompt": group.prompt.text,
+            **_known(group.prompt.sample),
             "images": [_save_image(image, folder) for image in self._pictures(group)],
             "responses": [self._response(group, i) for i in self._shown(group)],
         }
@@ -156,12 +160,13 @@ class RolloutLogger(PhaseCallback):
         for group in groups:
             pictures: list[Any] = [wandb.Image(image) for image in self._pictures(group)]
             pictures += [None] * (width - len(pictures))
+            known = "; ".join(_told(group.prompt.sample))
             for i in self._shown(group):
                 r = self._response(group, i)
                 parts = ", ".join(f"{name} {value:.3g}" for name, value in r["components"].items())
                 shown = [r["text"], r["reward"], parts, r["tokens"], r["finish_reason"]]
-                rows.append([step, group.prompt.sample.id, *pictures, group.prompt.text, *shown])
-        columns = ["step", "id", *(f"image{i}" for i in range(width)), "prompt", *RESPONSE_COLUMNS]
+                rows.append([step, group.prompt.sample.id, *pictures, group.prompt.text, known, *shown])
+        columns = ["step", "id", *(f"image{i}" for i in range(width)), "prompt", "answer", *RESPONSE_COLUMNS]
         logger.log_table(f"rollouts/{split}", columns=columns, data=rows)
 
     def _to_tensorboard(self, logger: TensorBoardLogger, step: int, split: str, groups: list[Group]) -> None:
@@ -170,9 +175,37 @@ class RolloutLogger(PhaseCallback):
                 pixels = np.asarray(image)
                 logger.experiment.add_image(f"rollouts/{split}/{n}/image{i}", pixels, step, dataformats="HWC")
             responses = [self._response(group, i) for i in self._shown(group)]
-            lines = [f"**{group.prompt.sample.id}**", _quoted(group.prompt.text)]
+            lines = [f"**{group.prompt.sample.id}**", _quoted(group.prompt.text), *_told(group.prompt.sample)]
             lines += [f"reward {r['reward']:.3g}:\n\n{_quoted(r['text'])}" for r in responses]
             logger.experiment.add_text(f"rollouts/{split}/{n}", "\n\n".join(lines), step)
+
+
+def _known(sample: Sample) -> dict[str, Any]:
+    """The row's right answer; of a row without a field of such a name, its other short columns."""
+    short = {name: plain for name, value in sample.columns.items() if (plain := _plain(value)) is not None}
+    name = next((name for name in ANSWER if name in short), None)
+    if name is not None:
+        return {"answer": short[name]}
+    return {"columns": {name: value for name, value in short.items() if name not in PROMPT}}
+
+
+def _told(sample: Sample) -> list[str]:
+    known = _known(sample)
+    return [f"answer {known['answer']}"] if "answer" in known else [f"{n} {v}" for n, v in known["columns"].items()]
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it; None for what is no text, number or short list of them (pictures, arrays)."""
+    if isinstance(value, str):
+        return value if len(value) <= LONGEST else f"{value[:LONGEST]} ..."
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, list | tuple) and 0 < len(value) <= MOST:
+        inner = [_plain(item) for item in value]
+        return None if None in inner else inner
+    return None
 
 
 def _rgb(image: Any) -> Image.Image:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import warnings
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -101,12 +102,31 @@ class RandomStates:
             set_rng_states(loaded)
 
 
+def warn_of_earlier(trainer: Any) -> None:
+    """A new run that will save beside the checkpoints of an earlier one: `last` is then the newest of all runs."""
+    folders = {str(callback.dirpath) for callback in trainer.checkpoint_callbacks if getattr(callback, "dirpath", None)}
+    for folder in sorted(folders):
+        found = sorted(path.name for path in Path(folder).glob("*.ckpt"))
+        if found and trainer.is_global_zero:
+            warnings.warn(
+                f"{folder} holds checkpoints of an earlier run ({', '.join(found[:3])}{', ...' * (len(found) > 3)}); "
+                "this one starts anew and saves beside them (last-v1.ckpt and so on), and --ckpt_path last will take "
+                "the newest. To go on with the earlier run give --ckpt_path last; to keep the two apart set "
+                "trainer.default_root_dir or the ModelCheckpoint's dirpath to another folder",
+                stacklevel=2,
+            )
+
+
 class WithRandomStates:
     """The part of a LightningModule that keeps them; the module calls begin and end around a training batch."""
 
     random_states: RandomStates
+    rollouts_done: int
+    trainer: Any
 
     def on_train_start(self) -> None:
+        if not self.rollouts_done:
+            warn_of_earlier(self.trainer)
         self.random_states.restore()  # only now: setting up draws from the generators too
 
     def on_validation_epoch_start(self) -> None:

@@ -108,6 +108,7 @@ class RollplexCLI(LightningCLI):
 IRRELEVANT = (
     "Using ModelCheckpoint with manual optimization",  # a step has ended when it saves
     ".*treespec, LeafSpec.* is deprecated",
+    "Checkpoint directory .* exists and is not empty",  # a new run says so itself, and what to do
     "The dirpath has changed from",  # of an earlier run's best score, which is not used
 )
 """Warnings of Lightning that nobody who uses Rollplex can act on."""

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Trainer
@@ -21,7 +22,7 @@ from PIL import Image
 from rich.console import Console
 from runs import PictureTask, run
 
-from rollplex import GRPOModule, PhaseCallback, RollplexStrategy, VLMDataModule
+from rollplex import GRPOModule, PhaseCallback, RollplexStrategy, Sample, VLMDataModule
 from rollplex.callbacks import (
     EnvironmentLogger,
     MemoryReport,
@@ -31,6 +32,7 @@ from rollplex.callbacks import (
     TimelineLogger,
 )
 from rollplex.callbacks.files import append_jsonl, free_path, write_whole
+from rollplex.callbacks.rollout_logger import _known
 from rollplex.cli import DEFAULT_CALLBACKS, RollplexCLI
 from rollplex.metrics import known
 from rollplex.models.tiny import build_tiny
@@ -300,6 +302,7 @@ def test_rollout_logger_writes_pictures_prompts_responses_and_rewards(model, tmp
     for record in (record for records in lines.values() for record in records):
         assert record["prompt"].startswith("<|im_start|>") and "what?" in record["prompt"]
         number = int(record["id"].split("-")[1])
+        assert record["columns"]["number"] == number and "answer" not in record
         assert len(record["images"]) == {2: 0, 3: 2}.get(number % 4, 1)
         for name in record["images"]:
             assert Image.open(folder / name).size[0] >= 28
@@ -310,6 +313,15 @@ def test_rollout_logger_writes_pictures_prompts_responses_and_rewards(model, tmp
     assert len(list((folder / "images").iterdir())) == len(
         {name for records in lines.values() for record in records for name in record["images"]}
     )
+
+
+def test_the_right_answer_is_kept_with_a_sample(tmp_path):
+    picture = Image.new("RGB", (4, 4))
+    row = {"problem": "?", "image": picture, "solution": "x" * 600, "boxes": [np.int64(1), 2.5], "mask": np.zeros(3)}
+    assert _known(Sample("a", row)) == {"answer": "x" * 500 + " ..."}
+    del row["solution"]
+    assert _known(Sample("a", row)) == {"columns": {"boxes": [1, 2.5]}}
+    assert json.dumps(_known(Sample("a", row)))
 
 
 def test_samples_of_several_runs_in_one_folder_can_be_told_apart(model, tmp_path):
@@ -421,6 +433,9 @@ def test_without_a_terminal_the_bar_is_one_clean_line_an_update(model, tmp_path,
     ]  # fmt: skip
     assert "reward " in lines[0] and "tokens/s" in lines[0]
     assert lines[3].startswith("update 4: val/reward ")
+    assert ["val/accuracy" in line for line in lines] == [False, False, False, True, False], (
+        "each said once, when found"
+    )
     assert not [line for line in lines if "\r" in line or "\x1b" in line]
 
 

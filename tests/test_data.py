@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import pickle
 import warnings
 from collections import Counter
@@ -21,6 +22,7 @@ from rollplex.data.datamodule import RolloutBatchSampler, VLMDataModule
 from rollplex.data.encode import BadRow, PromptEncoder
 from rollplex.data.images import open_image, to_rgb
 from rollplex.data.records import Sample
+from rollplex.data.skipped import summary
 from rollplex.data.video import decode_video, open_video
 from rollplex.ranks import Ranks
 from rollplex.tasks.base import VLMTask
@@ -293,10 +295,25 @@ def test_skipped_rows_are_counted_over_ranks_each_once(tiny_processor):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         list(data.train_dataloader())
-    ranks = Gathered([{"train6"}, {"train2"}, set()])
+    ranks = Gathered([{"train6": "why"}, {"train2": "why"}, {}])
     assert [data.rows_skipped(ranks) for _ in range(3)] == [3, 3, 3]
     assert ranks.told == [["train2", "train4"], [], []]  # what all know is not told again
     assert VLMDataModule(Rows(8), batch_size=2).rows_skipped(Ranks()) == 0
+
+
+def test_the_end_of_a_run_counts_the_skipped_rows_by_reason(tiny_processor, caplog):
+    reasons = {"a": "/x/1.png: no such file", "b": "the prompt needs 90 tokens", "c": "/y/2.png: no such file"}
+    assert summary(reasons) == (
+        "3 rows were skipped: 2 as row 'a': /x/1.png: no such file; 1 as row 'b': the prompt needs 90 tokens"
+    )
+    assert summary({str(i): "abcdefgh"[i] for i in range(8)}).endswith("as row '4': e; 3 for other reasons")
+    data = VLMDataModule(Rows(8, bad=(2,)), batch_size=2, shuffle=False).attach(tiny_processor)
+    data.setup("fit")
+    data.teardown("fit")
+    with pytest.warns(UserWarning, match="train2"), caplog.at_level(logging.INFO):
+        batches_of(data.train_dataloader())
+        data.teardown("fit")
+    assert [r.getMessage()[:38] for r in caplog.records] == ["1 row was skipped: 1 as row 'train2': "]
 
 
 def test_a_whole_epoch_of_bad_rows_is_an_error(tiny_processor):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import html
 import json
+import os
 import re
 import shutil
 
@@ -25,8 +26,11 @@ from rollplex.callbacks import (
 )
 from rollplex.cli import main
 from rollplex.reports.charts import CurveSpec, line_chart
-from rollplex.reports.run_files import HOW, Series, read_run, read_scalars, spread
-from rollplex.reports.samples import printable, thumbnail
+from rollplex.reports.page import shown_of
+from rollplex.reports.run_files import HOW, read_run, spread
+from rollplex.reports.samples import printable, sample_views, thumbnail
+from rollplex.reports.scalars import Series, read_scalars
+from rollplex.reports.tiles import tiles
 
 pytest.importorskip("matplotlib")
 
@@ -195,6 +199,18 @@ def test_a_sample_of_many_pictures_and_responses_is_shown_in_part(tmp_path):
     assert "98,001 lines more" in text and "26 more are not drawn" in text and len(text) < 150_000
 
 
+def test_a_sample_shows_the_right_answer_or_what_its_row_holds(tmp_path):
+    (tmp_path / "rollouts").mkdir()
+    known = [{"answer": ["a", 2]}, {"columns": {"number": 3}}, {}]  # the last as an earlier version wrote it
+    lines = [json.dumps({"id": "x", "responses": [{"reward": 0.123456}], **more}) for more in known]
+    (tmp_path / "rollouts" / "step_000001.jsonl").write_text("\n".join(lines) + "\n")
+    ((_, views),) = sample_views(read_run(tmp_path).samples, 9, 100)
+    assert [view.facts for view in views] == [(("right answer", "['a', 2]"),), (("number", "3"),), ()]
+    assert views[0].responses[0].reward == "0.123"
+    main(["report", str(tmp_path)])
+    assert 'right answer: <span class="said"' in (tmp_path / "report.html").read_text()
+
+
 @pytest.mark.parametrize("package", ["matplotlib", "jinja2"])
 def test_without_a_package_the_extra_is_named(folder, tmp_path, monkeypatch, package):
     real = builtins.__import__
@@ -214,8 +230,6 @@ def test_without_a_package_the_extra_is_named(folder, tmp_path, monkeypatch, pac
 
 
 def test_a_resumed_runs_curves_are_joined_and_an_earlier_runs_left_out(tmp_path):
-    import os
-
     for version, (begin, end, value) in enumerate([(0, 9, 1.0), (0, 6, 2.0), (4, 8, 3.0)]):
         path = tmp_path / f"version_{version}" / "metrics.csv"
         path.parent.mkdir()
@@ -223,6 +237,69 @@ def test_a_resumed_runs_curves_are_joined_and_an_earlier_runs_left_out(tmp_path)
         os.utime(path, (version, version))
     reward = read_scalars(tmp_path)["reward"]
     assert reward.steps == tuple(range(1, 9)) and reward.values == (2.0,) * 4 + (3.0,) * 4
+
+
+def curves(folder, **columns):
+    """A metrics.csv of as many rollout batches as its columns have values."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [",".join(map(str, row)) for row in zip(*columns.values(), strict=True)]
+    lines = [f"{i},{row}" for i, row in enumerate(rows)]
+    names = ",".join(name.replace("__", "/") for name in columns)
+    (folder / "metrics.csv").write_text("\n".join([f"step,{names}", *lines]) + "\n")
+
+
+def told(run) -> dict[str, tuple[str, str]]:
+    return {label: (value, remark) for label, value, remark in tiles(run)}
+
+
+def test_hidden_work_is_a_share_of_the_seconds_and_says_when_it_stopped_to_pay(tmp_path):
+    share, slow = [1, 1, 0, 0], [0, 0, 2, 2]
+    alpha = [0.1, 0.2, 0.44, 0.44]
+    columns = dict(overlap_efficiency=share, units_refused__slow=slow, decode_slowdown=alpha, time__prefix=[1, 1, 1, 5])
+    curves(tmp_path, **columns)
+    value, remark = told(read_run(tmp_path))["Prefix work hidden"]
+    assert value == "25 %" and remark == (
+        "of its seconds in the whole run; none after batch 2, where it was measured not to pay: a decode step takes "
+        "44 % longer beside it"
+    )
+    curves(tmp_path, **columns | {"units_refused__slow": [0, 0, 0, 0]})  # kept out by memory, or to measure
+    assert told(read_run(tmp_path))["Prefix work hidden"] == ("25 %", "of its seconds in the whole run")
+    del columns["time__prefix"]
+    curves(tmp_path, **columns)  # of an earlier version
+    assert told(read_run(tmp_path))["Prefix work hidden"][0] == "50 %"
+
+
+def test_the_head_of_the_page(tmp_path):
+    curves(tmp_path, reward=[0.123456], rows_skipped=[9])
+    assert told(read_run(tmp_path)) == {
+        "Reward": ("0.123", "over 1 rollout batch"),
+        "Rows skipped": ("9", "bad rows, left out; the run's output names each"),
+    }
+    step, accuracy = [1.0, 2.0, 4.0, 9.0], [0.25, 0.5, 0.5, 0.125]
+    curves(tmp_path, reward=[0, 1, 2, 3], val__accuracy=accuracy, time__step=step, rows_skipped=[0] * 4)
+    found = told(read_run(tmp_path))
+    assert found["Validation accuracy"] == ("0.125", "best 0.5 after batch 2") and "Rows skipped" not in found
+    assert found["Step"][0] == "3" and found["Reward"] == ("3", "from 0; over 4 rollout batches")
+
+
+def test_a_folder_of_several_runs_says_which_is_shown(tmp_path):
+    curves(tmp_path / "csv" / "version_0", reward=[1, 2])
+    assert shown_of(read_run(tmp_path)) == ""
+    curves(tmp_path / "csv" / "version_1", reward=[3, 4])
+    os.utime(tmp_path / "csv" / "version_0" / "metrics.csv", (1, 1))
+    main(["report", str(tmp_path)])
+    assert (
+        "The folder holds several runs. The curves are of the newest, csv/version_1; not shown: csv/version_0."
+        in (tmp_path / "report.html").read_text()
+    )
+
+
+def test_batches_are_whole_numbers_on_the_axis():
+    for n in (1, 2, 3, 40):
+        series = Series(tuple(range(1, n + 1)), tuple(range(n)))
+        svg = line_chart(CurveSpec("x", "T", (), "u", "Note."), {"a": series}).svg
+        ticks = re.findall(r'id="x-xtick_\d+">.*?<text[^>]*>([^<]+)</text>', svg, re.S)
+        assert ticks and all(tick.isdigit() or tick[1:].isdigit() for tick in ticks), ticks
 
 
 def test_curves_without_csv_come_from_tensorboard(tmp_path):

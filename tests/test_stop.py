@@ -130,10 +130,21 @@ def test_message_names_the_checkpoint_and_the_signal(model, tmp_path):
     assert graceful.exit_code == 130
 
 
-def test_an_earlier_runs_checkpoint_is_kept(model, tmp_path):
-    for step in (1, 2):
+def test_an_earlier_runs_checkpoint_is_kept_and_told_of_before_the_next(model, tmp_path, monkeypatch):
+    said: list[list[str]] = []
+    monkeypatch.setattr("rollplex.checkpoints.warnings.warn", lambda text, *_, **__: said[-1].append(str(text)))
+    for step, more in ((1, {}), (2, {}), (3, {"ckpt_path": str(tmp_path / "checkpoints" / "last-v1.ckpt")})):
+        said.append([])
         with pytest.raises(SystemExit):
-            fit(model, tmp_path, stop=StopAt("on_phase_start", step, "rollout"))
+            fit(
+                model,
+                tmp_path if step < 3 else tmp_path / "other",
+                stop=StopAt("on_phase_start", step, "rollout"),
+                **more,
+            )
+    told = [[text for text in texts if "earlier run" in text] for texts in said]
+    assert [len(texts) for texts in told] == [0, 1, 0]
+    assert told[1][0].startswith(f"{tmp_path / 'checkpoints'} holds checkpoints of an earlier run (last.ckpt); ")
     steps = {p.name: torch.load(p, weights_only=False)["global_step"] for p in (tmp_path / "checkpoints").iterdir()}
     assert steps == {"last.ckpt": 1, "last-v1.ckpt": 2}
 

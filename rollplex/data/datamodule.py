@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 from lightning import LightningDataModule
+from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader
 
 from rollplex.data.batches import RankRows, RolloutBatchSampler, ShareSampler
@@ -15,6 +16,7 @@ from rollplex.data.encode import BadRow, PromptEncoder
 from rollplex.data.encoded import EncodedRows
 from rollplex.data.images import MAX_IMAGE_PIXELS
 from rollplex.data.records import Prompt
+from rollplex.data.skipped import summary
 from rollplex.data.video import MAX_SECONDS
 from rollplex.models.registry import context_length
 from rollplex.ranks import Ranks
@@ -151,7 +153,7 @@ class VLMDataModule(LightningDataModule):
         self.cache_prompts = cache_prompts
         self.num_workers = num_workers
         self._bad: dict[str, str] = {}
-        self._skipped: set[str] = set()
+        self._skipped: dict[str, str] = {}
         """Bad rows of all ranks, as far as `rows_skipped` has heard."""
         self._data: dict[Split, EncodedRows] = {}
         self._encoder: PromptEncoder | None = None
@@ -181,8 +183,14 @@ class VLMDataModule(LightningDataModule):
 
     def rows_skipped(self, ranks: Ranks) -> int:
         """Rows that any rank skipped so far, each once: in another epoch, another rank may meet it. A collective."""
-        self._skipped.update(*ranks.gather(self._bad.keys() - self._skipped))
+        for found in ranks.gather({row: why for row, why in self._bad.items() if row not in self._skipped}):
+            self._skipped |= found
         return len(self._skipped)
+
+    def teardown(self, stage: str) -> None:
+        """The end of a run names the rows it left out, by reason."""
+        if stage == "fit" and (skipped := self._skipped | self._bad):
+            rank_zero_info(summary(skipped))
 
     def setup(self, stage: str) -> None:
         """Read the splits of a stage and check them: enough rows, no id twice, and with on_bad_row="error" each row."""

@@ -106,14 +106,14 @@ def _attribute(text: str) -> str:
     return text.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;").replace(">", "&gt;")
 
 
-def number(value: float) -> str:
-    """Short, for people."""
+def number(value: float, digits: int = 4) -> str:
+    """Short, for people: so many significant digits."""
     if value == 0 or value != value:
         return "0" if value == 0 else "-"
     size = abs(value)
     if size >= 10_000:
         return f"{value:,.0f}"
-    return f"{value:.4g}" if size >= 1e-3 else f"{value:.2e}"
+    return f"{value:.{digits}g}" if size >= 1e-3 else f"{value:.2e}"
 
 
 # ---- curves ----
@@ -162,6 +162,7 @@ def line_chart(spec: CurveSpec, lines: Mapping[str, Series]) -> Chart:
     if spec.log and any(v > 0 for s in lines.values() for v in s.values):
         axes.set_yscale("log", nonpositive="mask")
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0e}")
+    axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     axes.set_xlabel("rollout batch", color=MUTED, fontsize=9.5)
     axes.set_ylabel(spec.unit, color=MUTED, fontsize=9.5)
     if len(lines) > 1:

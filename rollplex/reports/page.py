@@ -8,12 +8,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from rollplex.reports.charts import Chart, CurveSpec, Table, curve, memory_chart, number, timeline_chart
+from rollplex.reports.charts import Chart, CurveSpec, Table, curve, memory_chart, timeline_chart
 from rollplex.reports.compare import Comparison, Others, compare_file, compare_runs, schedule_of
-from rollplex.reports.run_files import Missing, RunFiles, Series
+from rollplex.reports.run_files import Missing, RunFiles
 from rollplex.reports.samples import SampleView, printable, sample_views
-from rollplex.reports.tables import unit_for
-from rollplex.residency import profile_totals
+from rollplex.reports.tiles import tiles
 
 LEARNING = (
     CurveSpec("reward", "Reward", ("reward", "val/reward"), "reward", "Mean total reward of a rollout batch."),
@@ -46,6 +45,8 @@ SPEED = (
         "seconds", "Seconds of a step", ("time/step", "time/rollout", "time/train", "time/hidden"), "s",
         "Whole step, two phases, and train work that ran beside the rollout.",
     ),
+    CurveSpec("hidden", "Prefix work hidden", ("overlap_efficiency",), "share of its seconds",
+              "Beside the engine's work. Batches in which hiding is measured, or does not pay, have 0."),
     CurveSpec("rate", "Tokens per second", ("tokens_per_second", "rollout_tokens_per_second"), "tokens/s",
               "Of the whole step, and of the rollout alone."),
 )  # fmt: skip
@@ -95,7 +96,7 @@ def render(run: RunFiles, others: Others | None = None, limits: Limits | None = 
     )
     sections = [s for s in _sections(run, others or Others(), limits or Limits()) if s is not None]
     page = environment.get_template("report.html.j2").render(
-        name=run.name, subtitle=_subtitle(run), tiles=_tiles(run), sections=sections,
+        name=run.name, subtitle=_subtitle(run), tiles=tiles(run), shown=shown_of(run), sections=sections,
         written=datetime.now().strftime("%Y-%m-%d %H:%M"),
     )  # fmt: skip
     return page.encode("utf-8", "replace").decode()
@@ -128,6 +129,8 @@ def _curves(key: str, title: str, specs: Sequence[CurveSpec], run: RunFiles) -> 
     for spec in specs:
         if spec.key == "kl" and not any(_values(run, "kl")):
             notes.append("No KL curve: it is 0 throughout, as without a reference model (beta: 0).")
+            continue
+        if spec.key == "hidden" and not any(_values(run, "overlap_efficiency")):
             continue
         chart = curve(spec, run.scalars)
         if chart is not None:
@@ -203,40 +206,12 @@ def _subtitle(run: RunFiles) -> str:
     return printable(", ".join(part for part in parts if part))
 
 
-def _tiles(run: RunFiles) -> list[tuple[str, str, str]]:
-    """(label, value, remark) of what a reader asks first."""
-    tiles = []
-    reward = run.scalars.get("reward")
-    if reward is not None:
-        first, last = ends(reward)
-        tiles.append(("Reward", number(last), f"from {number(first)}; over {reward.steps[-1]:.0f} rollout batches"))
-    accuracy = run.scalars.get("val/accuracy")
-    if accuracy is not None:
-        best = max(zip(accuracy.values, accuracy.steps, strict=True))
-        remark = f"best {number(best[0])} after batch {best[1]:.0f}"
-        tiles.append(("Validation accuracy", number(accuracy.values[-1]), remark))
-    for label, name, unit in (
-        ("Step", "time/step", "seconds"),
-        ("Throughput", "tokens_per_second", "tokens/s"),
-        ("Prefix work hidden", "overlap_efficiency", ""),
-    ):
-        series = run.scalars.get(name)
-        if series is not None:
-            middle = sorted(series.values)[len(series) // 2]
-            value = f"{100 * middle:.0f} %" if name == "overlap_efficiency" else f"{float(f'{middle:.3g}'):,g}"
-            tiles.append((label, value, f"{unit}{', ' if unit else ''}median of the run"))
-    mismatch = _values(run, "mismatch_max")
-    if mismatch:
-        tiles.append(("Engine against trainer", f"{max(mismatch):.1e}", "nats: the largest difference of the run"))
-    if run.memory is not None and run.memory.profile:
-        totals = profile_totals(run.memory.profile)
-        stage = max(totals, key=lambda s: totals[s])
-        size, unit = unit_for(totals[stage])
-        tiles.append(("Memory", f"{totals[stage] / size:.1f} {unit}", f"most, in {stage.value}"))
-    return tiles
-
-
-def ends(series: Series) -> tuple[float, float]:
-    """Means of the first and the last tenth."""
-    n = max(1, len(series) // 10)
-    return sum(series.values[:n]) / n, sum(series.values[-n:]) / n
+def shown_of(run: RunFiles) -> str:
+    """Which of several runs in the folder the curves are of; "" where there is one."""
+    if run.curves is None or not run.curves.left_out:
+        return ""
+    shown, others = (
+        ", ".join(str(path.parent.relative_to(run.folder)) for path in files)
+        for files in (run.curves.files, run.curves.left_out)
+    )
+    return printable(f"The folder holds several runs. The curves are of the newest, {shown}; not shown: {others}.")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,23 +16,11 @@ from typing import Any, TypeVar
 import yaml
 
 from rollplex.planner.calibrate import read_trace
+from rollplex.reports.scalars import Curves, NothingWhole, Series, newest, read_curves
 from rollplex.residency import Profile, profile_from_json
 from rollplex.timeline import Span
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Series:
-    """One scalar of a run."""
-
-    steps: tuple[float, ...]
-    """Rollout batches done when it was logged, ascending."""
-    values: tuple[float, ...]
-    """Finite."""
-
-    def __len__(self) -> int:
-        return len(self.values)
 
 
 @dataclass(frozen=True)
@@ -77,7 +64,7 @@ class RunFiles:
     """A run folder's content."""
 
     folder: Path
-    scalars: Mapping[str, Series] = field(default_factory=dict)
+    curves: Curves | None = None
     config: str | None = None
     environment: Mapping[str, Any] = field(default_factory=dict)
     trace: Trace | None = None
@@ -88,6 +75,10 @@ class RunFiles:
     @property
     def name(self) -> str:
         return self.folder.resolve().name
+
+    @property
+    def scalars(self) -> Mapping[str, Series]:
+        return self.curves.scalars if self.curves is not None else {}
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -120,17 +111,6 @@ HOW = {
 """Part -> what writes it."""
 
 
-class NothingWhole(ValueError):
-    """Files of a part are there, and nothing in them can be read."""
-
-    def __init__(self, files: list[Path], what: str) -> None:
-        super().__init__(
-            f"empty or damaged: no {what} in {files[-1].name}"
-            + (f", nor in {len(files) - 1} more" if len(files) > 1 else "")
-            + ". A run that was killed early leaves such a file"
-        )
-
-
 def read_run(folder: Path, *, sample_sets: int = 3) -> RunFiles:
     """Everything that is there.
 
@@ -159,7 +139,7 @@ def read_run(folder: Path, *, sample_sets: int = 3) -> RunFiles:
 
     run = RunFiles(
         folder,
-        scalars=part("curves", read_scalars) or {},
+        curves=part("curves", read_curves),
         trace=part("timeline", _last_trace),
         memory=part("memory", _memory),
         samples=part("samples", lambda f: _samples(f, sample_sets)) or (),
@@ -174,87 +154,16 @@ def read_run(folder: Path, *, sample_sets: int = 3) -> RunFiles:
     return RunFiles(**{**run.__dict__, "missing": tuple(missing)})
 
 
-def _newest(paths: Iterator[Path]) -> list[Path]:
-    """Oldest first."""
-    return sorted(paths, key=lambda path: (path.stat().st_mtime, path.name))
-
-
-# ---- scalars ----
-
-
-def read_scalars(folder: Path) -> dict[str, Series]:
-    """Of CSVLogger's files, else of TensorBoard's.
-
-    A version that begins later than the one before it continues that one (a resumed run); one that begins anew is
-    another run, and only the newest counts.
-    """
-    files = _newest(folder.rglob("metrics.csv"))
-    read = _csv_points
-    if not files:
-        files, read = _newest(folder.rglob("*tfevents*")), _event_points
-    parts: list[dict[str, dict[float, float]]] = []
-    begins = math.inf
-    for path in reversed(files):
-        points = read(path)
-        first = min((step for by_step in points.values() for step in by_step), default=math.inf)
-        if first >= begins:
-            break
-        parts.append({name: {s: v for s, v in by_step.items() if s < begins} for name, by_step in points.items()})
-        begins = first
-        if begins <= 1:
-            break
-    merged: dict[str, dict[float, float]] = {}
-    for points in reversed(parts):
-        for name, by_step in points.items():
-            merged.setdefault(name, {}).update(by_step)
-    series = {n: sorted((s, v) for s, v in by_step.items() if math.isfinite(v)) for n, by_step in merged.items()}
-    out = {n: Series(tuple(s for s, _ in p), tuple(v for _, v in p)) for n, p in series.items() if p}
-    if files and not out:
-        raise NothingWhole(files, "row with a step and a finite value")
-    return out
-
-
-def _csv_points(path: Path) -> dict[str, dict[float, float]]:
-    """name -> rollout batches done -> value. Lightning counts batches from 0, and leaves cells empty."""
-    out: dict[str, dict[float, float]] = {}
-    with path.open(newline="", errors="replace") as file:
-        for row in csv.DictReader(file):
-            step = _float(row.get("step"))
-            if step is None:
-                continue
-            for name, text in row.items():
-                value = _float(text) if name not in (None, "step", "epoch") else None
-                if value is not None:
-                    out.setdefault(name, {})[step + 1] = value
-    return out
-
-
-def _event_points(path: Path) -> dict[str, dict[float, float]]:
-    from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
-
-    events = EventAccumulator(str(path), size_guidance={SCALARS: 20_000})
-    events.Reload()
-    names = [name for name in events.Tags()[SCALARS] if name not in ("epoch", "hp_metric")]
-    return {name: {float(e.step + 1): float(e.value) for e in events.Scalars(name)} for name in names}
-
-
-def _float(text: Any) -> float | None:
-    try:
-        return float(text) if text not in (None, "") else None
-    except (TypeError, ValueError):
-        return None
-
-
 # ---- the other parts ----
 
 
 def _last_trace(folder: Path) -> Trace | None:
-    files = _newest(folder.rglob("timeline/step_*.json"))
+    files = newest(folder.rglob("timeline/step_*.json"))
     return Trace(files[-1].stem, tuple(read_trace(files[-1]))) if files else None
 
 
 def _memory(folder: Path) -> Memory | None:
-    files = _newest(folder.rglob("memory*.json"))
+    files = newest(folder.rglob("memory*.json"))
     if not files:
         return None
     content = json.loads(files[-1].read_text())
@@ -263,12 +172,12 @@ def _memory(folder: Path) -> Memory | None:
 
 def _config(folder: Path) -> str | None:
     """The YAML that LightningCLI saved. A model's config.json, and another program's YAML, are none."""
-    files = [f for f in _newest(folder.rglob("config.yaml")) if "class_path" in f.read_text(errors="replace")]
+    files = [f for f in newest(folder.rglob("config.yaml")) if "class_path" in f.read_text(errors="replace")]
     return files[-1].read_text(errors="replace") if files else None
 
 
 def _environment(folder: Path) -> dict[str, Any]:
-    files = _newest(folder.rglob("environment*.json"))
+    files = newest(folder.rglob("environment*.json"))
     content = json.loads(files[-1].read_text()) if files else {}
     if not isinstance(content, dict):
         raise ValueError(f"{files[-1].name} holds no mapping")

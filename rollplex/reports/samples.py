@@ -39,6 +39,8 @@ class SampleView:
     lost: int
     """Pictures that could not be read."""
     responses: tuple[ResponseView, ...]
+    facts: tuple[tuple[str, str], ...] = ()
+    """The right answer, or what else the row holds; empty in files of older runs."""
     left: tuple[str, ...] = ()
     """Of what there is more than is shown, and how much."""
 
@@ -62,8 +64,16 @@ def _view(record: Mapping[str, Any], folder: Path, side: int) -> SampleView:
     return SampleView(
         printable(str(record.get("id", ""))), printable(str(record.get("prompt", ""))),
         tuple(p for p in pictures if p is not None), sum(p is None for p in pictures),
-        tuple(map(_response, said[:MOST])), tuple(left),
+        tuple(map(_response, said[:MOST])), _facts(record), tuple(left),
     )  # fmt: skip
+
+
+def _facts(record: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    if record.get("answer") is not None:
+        return (("right answer", printable(str(record["answer"]))),)
+    columns = record.get("columns")
+    named = columns.items() if isinstance(columns, Mapping) else ()
+    return tuple((printable(name), printable(str(value))) for name, value in named)[:MOST]
 
 
 def _response(record: Mapping[str, Any]) -> ResponseView:
@@ -82,7 +92,7 @@ def _response(record: Mapping[str, Any]) -> ResponseView:
 
 def _number(value: Any) -> str:
     try:
-        return number(float(value)) if isinstance(value, int | float) else "missing"
+        return number(float(value), 3) if isinstance(value, int | float) else "missing"
     except OverflowError:
         return "missing"
 
