@@ -122,6 +122,12 @@ def test_lp_08_batches_of_none_end_the_run_when_they_go_on():
     late = Scored(0, 8, RewardFailure("b", 1, "timeout", "no reward within 1 s"))
     with pytest.raises(ValueError, match=r"row b, response 1: timeout.*reward_timeout"):
         RewardWatch(task).check([nothing, late])
+    for everywhere in ([late], [late]):
+        watch.check([Scored(8, 0, None)])
+        watch.check(everywhere)  # it has worked before: a server may come back
+        watch.check(everywhere)
+    with pytest.raises(ValueError, match=r"3 last rollout batches \(this one: 8 responses\).*timeout"):
+        watch.check([late])
     RewardWatch(task).check([Scored(0, 0, None)])  # aborted, all of them: nobody was asked
 
 

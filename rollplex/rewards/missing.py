@@ -12,8 +12,8 @@ from rollplex.rewards.runner import RewardFailure
 from rollplex.tasks.base import VLMTask
 
 PATIENCE = 3
-"""Rollout batches in a row in which every reward was None, until the run ends. A small batch may hold only rows that
-a reward does not apply to."""
+"""Rollout batches in a row without any reward, until the run ends: a server may be away for a while, and a small batch
+may hold only rows that a reward does not apply to."""
 
 
 @dataclass(frozen=True)
@@ -38,21 +38,24 @@ class RewardWatch:
 
     def __init__(self, task: VLMTask) -> None:
         self.task = task
-        self._nones = 0
+        self._in_a_row = 0
+        self._worked = False
 
     def check(self, everywhere: Sequence[Scored]) -> None:
-        """ValueError when no response of the batch has a reward: at once where one failed, after `PATIENCE` batches in
-        a row where all are None."""
+        """ValueError when no response of the batch has a reward: at once where some failed and none was ever given,
+        else after `PATIENCE` batches in a row."""
         first = next((s.first for s in everywhere if s.first is not None and s.first.reason != "none"), None)
         first = first or next((s.first for s in everywhere if s.first is not None), None)
         if first is None or any(s.rewards for s in everywhere):
-            self._nones = 0
+            self._worked |= any(s.rewards for s in everywhere)
+            self._in_a_row = 0
             return
-        self._nones += 1
-        if first.reason == "none" and self._nones < PATIENCE:
+        self._in_a_row += 1
+        patient = first.reason == "none" or self._worked
+        if patient and self._in_a_row < PATIENCE:
             return
         total = sum(s.failures for s in everywhere)
-        of = f"the {PATIENCE} last rollout batches (this one: " if first.reason == "none" else "this rollout batch ("
+        of = f"the {PATIENCE} last rollout batches (this one: " if patient else "this rollout batch ("
         raise ValueError(
             f"{reward_names(self.task)} gave no usable reward for any response of {of}{total} responses), so there is "
             f"nothing to learn from. The first: row {first.sample_id}, response {first.index}: {first.reason} "
