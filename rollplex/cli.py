@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import importlib.util
 import logging
 import os
 import sys
@@ -18,6 +20,7 @@ from transformers.utils import logging as transformers_logging
 import rollplex.ddp_strategy
 import rollplex.deepspeed_strategy
 import rollplex.strategy  # noqa: F401  (they register their names)
+from rollplex.config_names import check_command
 from rollplex.data.datamodule import VLMDataModule
 from rollplex.engines.remote_link import EngineProcessError
 from rollplex.export import main as export_main
@@ -37,6 +40,24 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
 }  # fmt: skip
 """Subcommands that are not the Trainer's, with parsers of their own."""
 
+RUNS = ("fit", "validate", "test", "predict")
+HELP = """usage: rollplex COMMAND [options]
+
+Reinforcement learning of vision-language models: synchronous GRPO, whose training work is done while
+the engine decodes.
+
+  fit       train, from a config: rollplex fit --config FILE.yaml [--SECTION.SETTING VALUE ...]
+  validate  evaluate on the validation rows, with the same config and options
+  test      evaluate on the test rows
+  predict   write responses to the test rows to a file
+  export    write the model of a checkpoint as a plain transformers folder
+  plan      memory and seconds of a config before it is run; needs no GPU
+  report    one HTML page of a run: curves, samples, memory, timeline
+  verify    train a few batches under every schedule and compare them; compare the engine with the trainer
+
+rollplex COMMAND --help lists the options of each.
+"""
+
 DEFAULT_CALLBACKS = (
     "rollplex.callbacks.GracefulStop",
     "rollplex.callbacks.PhaseProgressBar",
@@ -50,7 +71,12 @@ class RollplexCLI(LightningCLI):
     """Model, data, trainer and callbacks from YAML and dotted overrides; classes by class_path."""
 
     def __init__(self, **kwargs: Any) -> None:
-        kwargs.setdefault("parser_kwargs", {"epilog": f"Also: {', '.join(COMMANDS)} (rollplex COMMAND --help)."})
+        arguments = kwargs.get("args")
+        arguments = sys.argv[1:] if arguments is None else arguments
+        if isinstance(arguments, list):
+            alone = not kwargs.get("run", True)
+            if alone or (arguments and arguments[0] in RUNS):
+                check_command(arguments if alone else arguments[1:])
         super().__init__(
             GRPOModule,
             VLMDataModule,
@@ -110,8 +136,26 @@ IRRELEVANT = (
     ".*treespec, LeafSpec.* is deprecated",
     "Checkpoint directory .* exists and is not empty",  # a new run says so itself, and what to do
     "The dirpath has changed from",  # of an earlier run's best score, which is not used
+    r"It is recommended to use `self\.log\('(val|test)/",  # every rank logs the mean over all ranks (evaluation.py)
 )
 """Warnings of Lightning that nobody who uses Rollplex can act on."""
+
+
+QUOTED = tuple(
+    os.path.join(folder, "")
+    for package in ("rollplex", "rollplex.callbacks", "lightning")
+    for folder in getattr(importlib.util.find_spec(package), "submodule_search_locations", None) or ()
+)
+_with_place = warnings.formatwarning
+
+
+def _format_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """What a run says to its user, without the line of our source that says it."""
+    if issubclass(category, UserWarning) and filename.startswith(QUOTED):
+        return f"warning: {message}\n"
+    return _with_place(message, category, filename, lineno, line)
 
 
 def _worth_telling(record: logging.LogRecord) -> bool:
@@ -166,17 +210,32 @@ def of_settings(error: BaseException) -> BaseException | None:
     return ours if early and not names & STEPS else None
 
 
+def _check_subcommand(arguments: list[str]) -> None:
+    """Ends with our own page where no command is given or help is asked for, and with one line for an unknown one."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(HELP, end="", file=sys.stdout if arguments else sys.stderr)
+        raise SystemExit(0 if arguments else 2)
+    names = (*RUNS, *COMMANDS)
+    if not arguments[0].startswith("-") and arguments[0] not in names:
+        near = difflib.get_close_matches(arguments[0], names, 1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        print(f"error: there is no command {arguments[0]!r}; {hint}There are {', '.join(names)}", file=sys.stderr)
+        raise SystemExit(2)
+
+
 def main(args: list[str] | None = None) -> None:
     """Console entry point. A wrong setting ends it with one line and exit code 2."""
     for message in IRRELEVANT:
         warnings.filterwarnings("ignore", message=message)
+    warnings.formatwarning = _format_warning
     transformers_logging.disable_progress_bar()
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_worth_telling)
     # A task named by class_path lives in the user's folder, which a console script does not search.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     arguments = sys.argv[1:] if args is None else args
-    if arguments and arguments[0] in COMMANDS:
+    _check_subcommand(arguments)
+    if arguments[0] in COMMANDS:
         COMMANDS[arguments[0]](arguments[1:])
         return
     try:

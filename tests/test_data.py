@@ -279,6 +279,18 @@ def test_bad_rows_are_skipped_counted_and_warned_about_once(tiny_processor):
     assert [row_id for row_id, _ in data.bad_rows] == ["train2", "train4", "train5"]
 
 
+def test_of_many_bad_rows_the_first_are_shown(tiny_processor):
+    data = VLMDataModule(Rows(30, bad=range(25)), batch_size=30, shuffle=False).attach(tiny_processor)
+    data.setup("fit")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        list(data.train_dataloader())
+    said = [str(w.message) for w in caught]
+    assert len(said) == 21 and all(text.startswith("skipped row 'train") for text in said[:20])
+    assert said[20].startswith("more than 20 rows of the train split were skipped")
+    assert len(data.bad_rows) == 25
+
+
 def test_skipped_rows_are_counted_over_ranks_each_once(tiny_processor):
     """Rank 1 meets in the second epoch the row that rank 0 met in the first."""
 
@@ -319,7 +331,10 @@ def test_the_end_of_a_run_counts_the_skipped_rows_by_reason(tiny_processor, capl
 def test_a_whole_epoch_of_bad_rows_is_an_error(tiny_processor):
     data = VLMDataModule(Rows(4, bad=range(4)), batch_size=2).attach(tiny_processor)
     data.setup("fit")
-    with pytest.warns(UserWarning), pytest.raises(ValueError, match=r"not one usable row .* cannot identify image"):
+    with (
+        pytest.warns(UserWarning),
+        pytest.raises(ValueError, match=r"the train split has not one usable row .* cannot ident"),
+    ):
         list(data.train_dataloader())
 
 

@@ -173,6 +173,9 @@ def test_jsonl_holds_only_places_and_skips_blank_lines(tmp_path, monkeypatch):
     for i, message in ((2, "not list"), (3, "Expecting value"), (4, "its line has 110 bytes; at most 60")):
         with pytest.raises(ValueError, match=message):
             rows[i]
+    with pytest.raises(ValueError, match=r"^no valid JSON at column 8: Expecting value$"):
+        rows[3]
+    assert [rows.place(i) for i in range(6)] == ["line 1", "line 4", "line 5", "line 6", "line 7", "line 8"]
 
 
 def test_folders_of_pictures_and_videos(tmp_path, tiny_processor):
@@ -444,7 +447,8 @@ def test_img_10_length_counts_picture_tokens_of_file_rows(folder, tiny_processor
     data = VLMDataModule(task_of(folder), batch_size=6, shuffle=False, max_prompt_length=60).attach(tiny_processor)
     data.setup("fit")
     with pytest.warns(
-        UserWarning, match=r"needs 4\d\d tokens \(400 of them vision tokens\); max_prompt_length allows 60"
+        UserWarning,
+        match=r"needs 4\d\d tokens \(400 of them vision tokens\); max_prompt_length allows 60; set at least 4\d\d",
     ):
         (batch,) = list(data.train_dataloader())
     assert len(batch) == 5
@@ -563,7 +567,7 @@ def test_workers_decode_and_each_picture_is_decoded_once_a_step(workers, folder,
     monkeypatch.setattr("rollplex.data.encode.open_image", lambda *a, **k: count.append(1) or open_image(*a, **k))
     data = VLMDataModule(task, batch_size=4, shuffle=False, num_workers=workers).attach(tiny_processor)
     data.setup("fit")
-    with pytest.warns(UserWarning, match=r"train\.jsonl\[6\].*gone\.png"):
+    with pytest.warns(UserWarning, match=r"train\.jsonl\[6\]' \(line 7\).*gone\.png"):
         batches = [[prompt.sample["answer"] for prompt in batch] for batch in data.train_dataloader()]
     assert batches == [["0", "1", "2", "3"], ["4", "5", "0"]]
     assert len(count) == (7 if workers == 0 else 0), "the training process decodes nothing when workers do"

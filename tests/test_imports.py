@@ -73,7 +73,7 @@ LAYERS = [
         | {f"deepspeed_{part}" for part in ("checkpoints", "gradients", "offload", "strategy", "tensor_parallel")},
     ),
     ("module", {"export", "module"}),
-    ("cli", {"__main__", "ablation", "cli", "comparison", "parity", "verify"}),
+    ("cli", {"__main__", "ablation", "cli", "comparison", "config_names", "parity", "verify"}),
 ]
 LEVEL = {name: level for level, (_, names) in enumerate(LAYERS) for name in names}
 

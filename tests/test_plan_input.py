@@ -12,9 +12,12 @@ from typing import Any
 import pytest
 import yaml
 
-from rollplex.cli import main
+from rollplex.cli import COMMANDS, RUNS, main, of_settings
+from rollplex.config_names import check_command
+from rollplex.planner.command import parser
 from rollplex.planner.configs import gpus_of_config, read_config
 
+ROOT = Path(__file__).resolve().parent.parent
 CONFIG: dict[str, Any] = {
     "model": {
         "class_path": "rollplex.GRPOModule",
@@ -318,3 +321,125 @@ def test_the_sections_are_those_of_the_run(capsys):
         main(["fit", "--config", str(root / "configs" / "digits_cpu.yaml"), "--print_config"])
     printed = set(yaml.safe_load(capsys.readouterr().out))
     assert printed <= set(SECTIONS) <= printed | {"optimizer", "lr_scheduler"}, printed
+
+
+# ---- the same names, on the command line of a run ----
+
+COLOURS = """
+from lightning.pytorch.loggers import Logger
+from rollplex.tasks.charts import Charts
+
+
+class Colours(Charts):
+    pass
+
+
+class Notes(Logger):
+    def __init__(self, folder, **kwargs):
+        super().__init__()
+
+
+def make_notes(folder):
+    return Notes(folder)
+"""
+
+
+def run_config(folder: Path, **changes) -> str:
+    """A config of `rollplex fit` with settings changed by their path (`a/b/c`); returns its path."""
+    content = yaml.safe_load((ROOT / "configs" / "charts_cpu.yaml").read_text())
+    for name, value in changes.items():
+        *parts, last = name.split("/")
+        here = content
+        for part in parts:
+            here = here[part]
+        here[last] = value
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return str(path)
+
+
+@pytest.fixture
+def colours(tmp_path, monkeypatch):
+    (tmp_path / "colours.py").write_text(COLOURS)
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("changes", "flags", "message"),
+    [
+        ({f"{MODEL}/num_generation": 4}, [], r"model: GRPOModule has no setting num_generation \(did you mean num_gene"),
+        ({}, ["--model.init_args.num_generation", "4"], r"no setting num_generation \(did you mean num_generations\?\)$"),
+        ({}, ["--model.num_generation=4"], r"no setting num_generation \(did you mean num_generations\?\)$"),
+        ({f"{DATA}/task": {"class_path": "colours.Colour"}}, [], r"no class colours.Colour; did you mean colours.Colours"),
+        ({}, ["--data.task", "colours.Colour"], r"data.task: there is no class colours.Colour; did you mean"),
+        ({}, ["--data.init_args.task.train_sizes", "4"], r"data.task: Charts has no setting train_sizes \(did you mean t"),
+        ({"modle": {}}, [], r"no section modle \(did you mean model\?\)"),
+        ({}, ["--trianer.max_steps", "4"], r"no section trianer \(did you mean trainer\?\)"),
+        ({}, ["--trainer.max_step=4"], r"trainer has no setting max_step \(did you mean max_steps\?\)"),
+        ({}, ["--trainer.strategy", "rolplex"], "'rolplex' is unknown; did you mean rollplex\\? set one of rollplex, "),
+        ({}, ["--config", "nowhere.yaml"], "nowhere.yaml: there is no such file"),
+    ],
+)  # fmt: skip
+def test_a_run_names_what_is_misspelt_before_it_parses(colours, changes, flags, message):
+    with pytest.raises(ValueError, match=message) as raised:
+        main(["fit", "--config", run_config(colours, **changes), *flags])
+    assert of_settings(raised.value) is raised.value and len(str(raised.value).splitlines()) == 1
+
+
+def test_a_misspelt_setting_is_one_line(colours, monkeypatch, capsys):
+    path = run_config(colours, **{f"{MODEL}/num_generation": 4})
+    monkeypatch.setattr("sys.argv", ["rollplex", "fit", "--config", path])
+    with pytest.raises(SystemExit) as raised:
+        main()
+    error = capsys.readouterr().err.splitlines()
+    assert raised.value.code == 2 and error[1:] == ["(ROLLPLEX_TRACEBACK=1 shows where)"]
+    assert error[0] == "error: model: GRPOModule has no setting num_generation (did you mean num_generations?)"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_no_config_is_refused(path):
+    check_command(["--config", str(path), "--trainer.max_steps", "3", "--model.num_generations=4", "--print_config"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "flags"),
+    [
+        ({"trainer/logger": {"class_path": "colours.Notes", "init_args": {"folder": ".", "what": 1}}}, []),
+        ({"trainer/logger": [{"class_path": "lightning.pytorch.loggers.WandbLogger", "init_args": {"tags": []}}]}, []),
+        ({"trainer/logger": {"class_path": "colours.make_notes", "init_args": {"folder": "."}}}, []),
+        ({"trainer/strategy": "ddp"}, ["--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.every_n_epochs=1"]),
+        ({f"{DATA}/task": {"class_path": "colours.Colours", "init_args": {"train_size": 4}}}, ["--data.task.seed=3"]),
+        ({}, ["--data.task", "colours.Colours", "--data.task.train_size", "8", "--ckpt_path", "last"]),
+        ({}, ["--model.help", "rollplex.GRPOModule", "--seed_everything=1", "--trainer.strategy=null"]),
+        ({}, ["--trainer.strategy", "RollplexStrategy", "--trainer.strategy.engine", "TorchEngine"]),
+    ],
+)
+def test_what_cannot_be_judged_is_left_to_the_parser(colours, changes, flags):
+    check_command(["--config", run_config(colours, **changes), *flags])
+
+
+# ---- the commands ----
+
+
+def test_the_help_names_every_command_in_one_line_each(capsys):
+    with pytest.raises(SystemExit) as raised:
+        main(["--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert raised.value.code == 0 and max(map(len, lines)) <= 120
+    assert [line.split()[0] for line in lines if line.startswith("  ")] == [*RUNS, *COMMANDS]
+
+
+def test_an_unknown_command_names_all_eight(capsys):
+    with pytest.raises(SystemExit):
+        main(["exprot"])
+    error = capsys.readouterr().err
+    assert "did you mean export?" in error and all(name in error for name in (*RUNS, *COMMANDS))
+    with pytest.raises(SystemExit):
+        main([])
+    assert "usage: rollplex COMMAND" in capsys.readouterr().err
+
+
+def test_every_flag_of_a_plan_says_what_it_is():
+    silent = [a.option_strings for a in parser()._actions if not a.help or a.help.startswith("default")]
+    assert not silent

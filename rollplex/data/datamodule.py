@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -15,6 +16,7 @@ from rollplex.data.batches import RankRows, RolloutBatchSampler, ShareSampler
 from rollplex.data.encode import BadRow, PromptEncoder
 from rollplex.data.encoded import EncodedRows
 from rollplex.data.images import MAX_IMAGE_PIXELS
+from rollplex.data.prompt_loader import PromptLoader
 from rollplex.data.records import Prompt
 from rollplex.data.skipped import summary
 from rollplex.data.video import MAX_SECONDS
@@ -30,47 +32,8 @@ _SPLITS: dict[str, tuple[Split, ...]] = {
     "predict": ("test",),
 }
 
-
-class _PromptLoader:
-    """What Lightning iterates: lists of prompts, bad rows taken out and reported."""
-
-    def __init__(
-        self, loader: DataLoader[Any], report: Callable[[BadRow], None], ranks: tuple[int, int], where: Whereabouts
-    ) -> None:
-        self.loader, self.report = loader, report
-        (self.rank, self.world), self.where = ranks, where
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def __iter__(self) -> Iterator[list[Prompt]]:
-        return self._lists(iter(self.loader))
-
-    def _lists(self, batches: Iterator[list[Prompt | BadRow]]) -> Iterator[list[Prompt]]:
-        empty = 0
-        while True:
-            with self.where.inside("data"):
-                batch = next(batches, None)
-            if batch is None:
-                return
-            bad = [row for row in batch if isinstance(row, BadRow)]
-            for row in bad:
-                self.report(row)
-            prompts = [row for row in batch if isinstance(row, Prompt)]
-            empty = 0 if prompts or not batch else empty + 1
-            if empty == len(self):
-                raise ValueError(f"not one usable row in {empty} batches, a whole epoch; the last one: {bad[-1]}")
-            if self.world > 1:
-                places = [self.rank + self.world * i for i, row in enumerate(batch) if isinstance(row, Prompt)]
-                prompts = RankRows(prompts, places)
-            yield prompts
-
-    def state_dict(self) -> dict[str, Any]:
-        """Empty: the position comes from the module's rollout counter. (Lightning asks whether it can resume.)"""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to load; see `state_dict`."""
+BAD_ROWS_SHOWN = 20
+"""Of a split; further ones are counted."""
 
 
 class VLMDataModule(LightningDataModule):
@@ -153,6 +116,7 @@ class VLMDataModule(LightningDataModule):
         self.cache_prompts = cache_prompts
         self.num_workers = num_workers
         self._bad: dict[str, str] = {}
+        self._bad_of: Counter[Split] = Counter()
         self._skipped: dict[str, str] = {}
         """Bad rows of all ranks, as far as `rows_skipped` has heard."""
         self._data: dict[Split, EncodedRows] = {}
@@ -173,6 +137,7 @@ class VLMDataModule(LightningDataModule):
             )
         settings["max_prompt_length"] = longest if given is None else given
         self._encoder = PromptEncoder(processor, **settings)
+        self._encoder.context_bound = given is None
         self._data.clear()
         return self
 
@@ -232,8 +197,8 @@ class VLMDataModule(LightningDataModule):
                     raise row
         self._data[split] = data
 
-    def train_dataloader(self) -> _PromptLoader:
-        return self._loader(self._data["train"], self._train_sampler())
+    def train_dataloader(self) -> PromptLoader:
+        return self._loader("train", self._train_sampler())
 
     def further_prompts(self, rollout: int, start: int, count: int) -> RankRows | None:
         """This rank's prompts of the rows from `start` on, `count` of them, among the training rows that are not in
@@ -246,7 +211,7 @@ class VLMDataModule(LightningDataModule):
         own = {start + i: self._data["train"][rows[i]] for i in range(rank, len(rows), world)}
         for row in own.values():
             if isinstance(row, BadRow):
-                self._report(row)
+                self._report(row, "train")
         good = {place: row for place, row in own.items() if isinstance(row, Prompt)}
         return RankRows(list(good.values()), list(good))
 
@@ -260,25 +225,25 @@ class VLMDataModule(LightningDataModule):
             start_rollout=0 if self._rollouts_done() is None else lambda: self._rollouts_done() or 0,
         )
 
-    def val_dataloader(self) -> _PromptLoader | list[Any]:
+    def val_dataloader(self) -> PromptLoader | list[Any]:
         return self._evaluation("validation")
 
-    def test_dataloader(self) -> _PromptLoader | list[Any]:
+    def test_dataloader(self) -> PromptLoader | list[Any]:
         return self._evaluation("test")
 
-    def predict_dataloader(self) -> _PromptLoader | list[Any]:
+    def predict_dataloader(self) -> PromptLoader | list[Any]:
         return self._evaluation("test")
 
-    def _evaluation(self, split: Split) -> _PromptLoader | list[Any]:
+    def _evaluation(self, split: Split) -> PromptLoader | list[Any]:
         data = self._data[split]
         if not len(data):
             return []
-        return self._loader(data, RolloutBatchSampler(len(data), self.val_batch_size, shuffle=False, drop_last=False))
+        return self._loader(split, RolloutBatchSampler(len(data), self.val_batch_size, shuffle=False, drop_last=False))
 
-    def _loader(self, data: EncodedRows, sampler: RolloutBatchSampler) -> _PromptLoader:
+    def _loader(self, split: Split, sampler: RolloutBatchSampler) -> PromptLoader:
         rank, world = self._rank()
         loader: DataLoader[Any] = DataLoader(
-            data,
+            self._data[split],
             batch_sampler=sampler if world == 1 else ShareSampler(sampler, rank, world),
             collate_fn=list,
             num_workers=self.num_workers,
@@ -287,7 +252,7 @@ class VLMDataModule(LightningDataModule):
             generator=torch.Generator().manual_seed(self.seed),
         )
         where = getattr(getattr(getattr(self.trainer, "strategy", None), "ranks", None), "where", None)
-        return _PromptLoader(loader, self._report, (rank, world), where or Whereabouts())
+        return PromptLoader(loader, self._report, split, (rank, world), where or Whereabouts())
 
     def _rank(self) -> tuple[int, int]:
         """(rank, world): each rank encodes its own rows of a batch. `batch_size` is that of all ranks together."""
@@ -302,12 +267,21 @@ class VLMDataModule(LightningDataModule):
         done = getattr(module, "rollouts_done", None)
         return None if done is None else int(done)
 
-    def _report(self, bad: BadRow) -> None:
+    def _report(self, bad: BadRow, split: Split) -> None:
         if self.on_bad_row == "error":
             raise bad
-        if bad.row_id not in self._bad:
-            self._bad[bad.row_id] = bad.reason
+        if bad.row_id in self._bad:
+            return
+        self._bad[bad.row_id] = bad.reason
+        self._bad_of[split] += 1
+        if self._bad_of[split] <= BAD_ROWS_SHOWN:
             warnings.warn(f"skipped {bad}", stacklevel=2)
+        elif self._bad_of[split] == BAD_ROWS_SHOWN + 1:
+            warnings.warn(
+                f"more than {BAD_ROWS_SHOWN} rows of the {split} split were skipped: further ones are counted, and not "
+                "shown (`bad_rows` of the data module lists all)",
+                stacklevel=2,
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """What decides which rows rollout k takes."""

@@ -40,14 +40,16 @@ _MEDIA = (
 class BadRow(ValueError):
     """A row that cannot become a prompt."""
 
-    def __init__(self, row_id: str, reason: str) -> None:
+    def __init__(self, row_id: str, reason: str, place: str = "") -> None:
+        """place: where people find it, such as "line 12"; an id counts from 0."""
         reason = reason if len(reason) <= LONGEST_REASON else f"{reason[:LONGEST_REASON]} ..."
-        super().__init__(row_id, reason)
+        super().__init__(row_id, reason, place)
         self.row_id = row_id
         self.reason = reason
+        self.place = place
 
     def __str__(self) -> str:
-        return f"row {self.row_id!r}: {self.reason}"
+        return f"row {self.row_id!r}{f' ({self.place})' if self.place else ''}: {self.reason}"
 
 
 class PromptEncoder:
@@ -102,6 +104,8 @@ class PromptEncoder:
             raise ValueError(f"video_min_frames={video_min_frames} must be in 1..video_max_frames={video_max_frames}")
         self.processor = processor
         self.max_prompt_length = max_prompt_length
+        self.context_bound = False
+        """Whether max_prompt_length is what the model's context leaves, and nothing that was set."""
         self.max_image_pixels = max_image_pixels
         self.video_fps = video_fps
         self.video_limits: dict[str, Any] = {
@@ -181,7 +185,8 @@ class PromptEncoder:
         text = self.processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         if self._longest_text is not None and len(text) > self._longest_text:
             raise ValueError(
-                f"its {len(text)} letters cannot fit into max_prompt_length={self.max_prompt_length} tokens"
+                f"its {len(text)} letters cannot fit into max_prompt_length={self.max_prompt_length} tokens; "
+                + ("it is what the model's context leaves" if self.context_bound else "set a higher one, or null")
             )
         output = self.processor(text=[text], return_tensors="pt", **self._arguments(text, images, videos))
         ids = output["input_ids"][0].long()
@@ -206,7 +211,12 @@ class PromptEncoder:
             raise BadRow(
                 sample.id,
                 f"the prompt needs {len(prompt)} tokens ({vision} of them vision tokens); "
-                f"max_prompt_length allows {self.max_prompt_length}",
+                f"max_prompt_length allows {self.max_prompt_length}"
+                + (
+                    ", what the model's context leaves"
+                    if self.context_bound
+                    else f"; set at least {len(prompt)}, or null"
+                ),
             )
         return prompt
 

@@ -39,7 +39,8 @@ class EncodedRows(Dataset[Any]):
         try:
             prompt = self.encoder.encode(self.task, self.sample(number))
         except BadRow as bad:
-            return BadRow(bad.row_id, bad.reason)
+            place = getattr(self.rows, "place", None)  # of rows in a file
+            return BadRow(bad.row_id, bad.reason, "" if place is None else place(number))
         if self.cache is not None:
             self.cache[number] = prompt
         return prompt

@@ -53,6 +53,10 @@ class Rows(Sequence[dict[str, Any]]):
         """What paths in the rows are relative to."""
         return self.path if self.path.is_dir() else self.path.parent
 
+    def place(self, number: int) -> str:
+        """Where people find a row, such as "line 12"; "" where its number says it."""
+        return ""
+
     def __getitem__(self, number: Any) -> Any:
         row = self.read(int(number))
         if not isinstance(row, dict):
@@ -68,21 +72,22 @@ class JsonLines(Rows):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._starts, self._ends = array("Q"), array("Q")
-        start, position, blank = 0, 0, True
+        self._starts, self._ends, self._lines = array("Q"), array("Q"), array("Q")
+        start, position, blank, line = 0, 0, True, 1
         with open(path, "rb") as file:
             while piece := file.readline(1 << 20):
                 position += len(piece)
                 blank = blank and piece.isspace()
                 if piece.endswith(b"\n"):
-                    self._add(start, position, blank)
-                    start, blank = position, True
-        self._add(start, position, blank)
+                    self._add(start, position, line, blank)
+                    start, blank, line = position, True, line + 1
+        self._add(start, position, line, blank)
 
-    def _add(self, start: int, end: int, blank: bool) -> None:
+    def _add(self, start: int, end: int, line: int, blank: bool) -> None:
         if not blank:
             self._starts.append(start)
             self._ends.append(end)
+            self._lines.append(line)
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -93,7 +98,14 @@ class JsonLines(Rows):
             raise ValueError(f"its line has {end - start} bytes; at most {MAX_ROW_BYTES} are read")
         with open(self.path, "rb") as file:  # opened each time: processes must not share a position in the file
             file.seek(start)
-            return json.loads(file.read(end - start))
+            content = file.read(end - start)
+        try:
+            return json.loads(content)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"no valid JSON at column {error.pos + 1}: {error.msg}") from error
+
+    def place(self, number: int) -> str:
+        return f"line {self._lines[number]}"
 
 
 class MetadataLines(JsonLines):

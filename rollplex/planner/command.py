@@ -45,22 +45,41 @@ WORK_FLAGS = ("prompts", "num_generations", "prompt_tokens", "visual_share", "re
 FROM_CONFIG = ("shared_vision", "frozen_vision")
 """Of the workload, what no flag says."""
 
+HELP = {
+    "gpus": "GPUs of the run", "train_tp": "tensor-parallel degree of training",
+    "rollout_tp": "tensor-parallel degree of the engine",
+    "boundary_tokens": "prompt tokens of a rollout batch whose prefix K/V a training replica holds",
+    "micro_tokens": "tokens of one training pass", "kv_pool_gib": "the engine's K/V pool on each GPU, GiB",
+    "workspace_gib": "CUDA contexts, kernels' work space and fragmentation on each GPU, GiB",
+    "update_chunks": "parts in which the update streams the optimizer's states through the GPU",
+    "checkpoint_share": "part of the prefix's activation checkpoints that stays on the GPU; the rest waits on the host",
+    "prompts": "prompts in a rollout batch, of all GPUs together", "num_generations": "responses per prompt",
+    "prompt_tokens": "tokens of a prompt, expanded vision tokens included",
+    "visual_share": "part of a prompt's tokens that are visual", "response_tokens": "mean tokens of a response",
+    "sigma": "spread of the response lengths (of a lognormal distribution's logarithm; 0 makes all alike)",
+    "beta": "weight of the KL term; above 0 there is a reference model",
+}  # fmt: skip
+"""What each number of a plan is."""
+
 
 def parser() -> argparse.ArgumentParser:
     out = argparse.ArgumentParser(prog="rollplex plan", description=__doc__)
     out.add_argument("--config", default=None, help="a config of `rollplex fit`; flags given here override it")
     out.add_argument("--model", default=None, help="a name in the planner's table, or a transformers folder")
-    out.add_argument("--gpu", default="H100")
+    out.add_argument("--gpu", default="H100", help="kind of GPU: a name in the planner's table or in --gpus-file")
     out.add_argument("--gpus-file", default=None, help="YAML with more GPUs")
-    for name in ("--gpus", "--train-tp", "--rollout-tp"):
-        out.add_argument(name, type=int, default=None, help="default 1, or what the config says")
+    for name in ("gpus", "train_tp", "rollout_tp"):
+        text = f"{HELP[name]} (default 1, or what the config says)"
+        out.add_argument("--" + name.replace("_", "-"), type=int, default=None, help=text)
     out.add_argument("--shard-optimizer", action="store_true", default=None, help="ZeRO over the data-parallel ranks")
     defaults = (MemorySettings(), Workload())
     for names, owner in zip((MEMORY_FLAGS, WORK_FLAGS), defaults, strict=True):
         for name in names:
             value = getattr(owner, name)
             flag = "--" + name.replace("_", "-")
-            out.add_argument(flag, type=type(value), default=None, help=f"default {value}; {FLAGS[name]}")
+            out.add_argument(
+                flag, type=type(value), default=None, help=f"{HELP[name]} (default {value}; {FLAGS[name]})"
+            )
     out.add_argument(
         "--calibrate", default=None, metavar="RUN_DIR",
         help="a run with TimelineLogger(every_n_steps=1): unit seconds, alpha and r from its traces but the first "

@@ -1,6 +1,7 @@
-"""Names in a config that a plan would otherwise pass over: classes that there are not, and settings that they lack.
+"""Names in a config that do not exist: sections, classes, and settings that a class lacks; each with the nearest name.
 
-Classes are imported, never built: a constructor may read files.
+A plan would pass over them, and a run says them at the end of a page. Classes are imported, never built: a constructor
+may read files.
 """
 
 from __future__ import annotations
@@ -25,13 +26,12 @@ SECTIONS = ("seed_everything", "trainer", "model", "data", "optimizer", "lr_sche
 
 def check_names(content: Mapping[str, Any]) -> None:
     """ValueError for a class or a setting of the config's sections that does not exist."""
-    if wrong := _unknown(content, SECTIONS):
-        raise ValueError(f"the config has no section {wrong}; there are {', '.join(SECTIONS)}")
+    check_sections(content)
     trainer = dict(content.get("trainer") or {})
-    _check_trainer(trainer)
+    check_trainer(trainer)
     strategy = trainer.get("strategy")
     if isinstance(strategy, str) and "." not in strategy:
-        _check_strategy(strategy)
+        check_strategy(strategy)
     elif strategy is not None:
         _check_entry("trainer.strategy", strategy)
     engine = ((strategy.get("init_args") or {}) if isinstance(strategy, Mapping) else {}).get("engine")
@@ -45,6 +45,12 @@ def check_names(content: Mapping[str, Any]) -> None:
             _check_entry(section, content[section])
 
 
+def check_sections(given: Iterable[str], also: Iterable[str] = ()) -> None:
+    """ValueError for a section that a config has not. also: names that may stand beside them."""
+    if wrong := _unknown(given, (*SECTIONS, *also)):
+        raise ValueError(f"the config has no section {wrong}; there are {', '.join(SECTIONS)}")
+
+
 def class_at(where: str, path: str) -> type:
     """The class of a class_path; ValueError where there is none, or where it cannot be imported."""
     module, _, name = path.rpartition(".")
@@ -55,24 +61,32 @@ def class_at(where: str, path: str) -> type:
             raise ValueError(f"{where}: {path} cannot be imported ({type(error).__name__}: {error})") from error
         if isinstance(found, type):
             return found
-    raise ValueError(f"{where}: there is no class {path}; write its class_path as module.Class")
+    known = [name for name, value in vars(import_module(module)).items() if isinstance(value, type)] if module else []
+    near = difflib.get_close_matches(name, known, 1)
+    hint = f"did you mean {module}.{near[0]}?" if near else "write its class_path as module.Class"
+    raise ValueError(f"{where}: there is no class {path}; {hint}")
 
 
-def _check_trainer(trainer: Mapping[str, Any]) -> None:
+def check_trainer(trainer: Iterable[str]) -> None:
+    """ValueError for a setting that the Trainer has not."""
     from lightning.pytorch import Trainer
 
     if wrong := _unknown(trainer, inspect.signature(Trainer.__init__).parameters):
         raise ValueError(f"trainer has no setting {wrong}; take it out, or correct its name")
 
 
-def _check_strategy(name: str) -> None:
+def check_strategy(name: str) -> None:
+    """ValueError for a strategy that has no such name, neither here nor in Lightning."""
     from lightning.pytorch.strategies import StrategyRegistry
 
     if name not in STRATEGIES and name not in StrategyRegistry:
         try:
             class_at("trainer.strategy", name)
         except ValueError:
-            raise ValueError(f"trainer.strategy={name!r} is unknown; set one of {', '.join(STRATEGIES[1:])}") from None
+            near = difflib.get_close_matches(name, STRATEGIES, 1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            names = ", ".join(STRATEGIES[1:])
+            raise ValueError(f"trainer.strategy={name!r} is unknown; {hint}set one of {names}") from None
 
 
 def _check_entry(where: str, entry: Any) -> None:
@@ -89,10 +103,16 @@ def _check_entry(where: str, entry: Any) -> None:
     arguments = entry.get("init_args") or {}
     if not isinstance(arguments, Mapping):
         raise ValueError(f"init_args={arguments!r} of {found.__name__} must be a mapping")
-    known = settings_of_class(found)
-    if known is not None and (wrong := _unknown(arguments, known)):
-        raise ValueError(f"{where}: {found.__name__} has no setting {wrong}; there are {', '.join(known)}")
+    check_arguments(where, found, arguments)
     _check_inside(where, arguments)
+
+
+def check_arguments(where: str, kind: type, arguments: Iterable[str]) -> None:
+    """ValueError for settings that a class does not take."""
+    known = settings_of_class(kind)
+    if known is not None and (wrong := _unknown(arguments, known)):
+        there = "" if wrong.endswith("?)") else f"; there are {', '.join(known)}"
+        raise ValueError(f"{where}: {kind.__name__} has no setting {wrong}{there}")
 
 
 def _unknown(given: Iterable[Any], known: Collection[str]) -> str:

@@ -38,6 +38,14 @@ class Plan:
     """On the engine's own GPUs, where it has some."""
 
     @property
+    def first_assumed(self) -> str | None:
+        """The length of a prompt, where nobody said it: on none does so much depend."""
+        return next(
+            (text for text in self.assumptions if text.startswith(f"{self.workload.prompt_tokens} tokens a prompt")),
+            None,
+        )
+
+    @property
     def ledger(self) -> Ledger:
         return Ledger(self.states)
 

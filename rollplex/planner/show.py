@@ -21,19 +21,34 @@ def memory_table(plan: Plan) -> Table:
 
 def time_table(plan: Plan) -> Table:
     """Predicted seconds, against both baselines: serial with the prefix per response, and per group."""
-    table = Table(title="Predicted step; prefix once per response (unshared) or per group (shared)")
-    for name in ("schedule", "seconds", "rollout", "hidden", "serial, unshared / it", "serial, shared / it"):
+    table = Table(title="Predicted step, seconds")
+    for name in ("schedule", "step", "rollout", "hidden", "vs serial, unshared", "vs serial, shared"):
         table.add_column(name, justify="left" if name == "schedule" else "right")
     bases = [plan.times[f"serial, {kind}"].total for kind in ("unshared", "shared")]
     for name, time in plan.times.items():
-        ratios = (f"{base / time.total:.2f}" for base in bases)
+        ratios = (f"{base / time.total:.2f} x" for base in bases)
         table.add_row(name, f"{time.total:.1f}", f"{time.rollout:.1f}", f"{time.hidden:.1f}", *ratios)
     return table
 
 
+MEMORY_LEGEND = (
+    "naive: everything on the GPU at once. Class: permanent states are the source of truth, regenerable ones copies of "
+    "it; boundary states are made while the engine decodes and read later; phase-local ones go with their phase. A "
+    "blank: not on the GPU in that phase."
+)
+TIME_LEGEND = (
+    "shared: trainer and reference compute a prompt's prefix once per group, not once per response (unshared). hidden: "
+    "training done while the engine decodes. vs serial: times as fast as the serial schedule, which trains after the "
+    "rollout."
+)
+
+
 def show_plan(plan: Plan, console: Console) -> None:
     """Every size in the table's unit; "naive" is the sum of all states, as if all were there at once."""
+    if plan.first_assumed:
+        console.print(f"assumed, because neither the config nor a flag says it: {plan.first_assumed}")
     console.print(memory_table(plan))
+    console.print(MEMORY_LEGEND)
     totals = plan.ledger.planned_totals()
     naive = plan.ledger.naive_total()
     unit = unit_for(max([*totals.values(), naive]))
@@ -61,6 +76,7 @@ def show_plan(plan: Plan, console: Console) -> None:
         )
     if plan.times:
         console.print(time_table(plan))
+        console.print(TIME_LEGEND)
     if plan.assumptions:
         console.print("assumed: " + "; ".join(plan.assumptions))
 

@@ -155,6 +155,11 @@ class FileRows(Sequence[Sample]):
                 raise ValueError(f"has an empty list as {name}, which {reward} needs")
         return Sample(self.row_ids[number], columns)
 
+    def place(self, number: int) -> str:
+        """The line of a row in its file, counted from 1; "" where there are no lines."""
+        source, row_number = self._offsets.find(int(self._order[number]))
+        return self._sources[source].place(row_number)
+
     @property
     def row_ids(self) -> Sequence[str]:
         return _Ids(self._sources, self._offsets, self._order)
