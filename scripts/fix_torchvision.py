@@ -105,7 +105,7 @@ def main() -> int:
     if error:
         print(f"error: `import torchvision` still fails with its operators declared: {error}", file=sys.stderr)
         return 1
-    print("torchvision: compiled operators cannot be loaded here; declared their schemas, so its Python part works")
+    print("torchvision works; its compiled operators cannot be loaded here, but Rollplex uses none of them")
     return 0
 
 

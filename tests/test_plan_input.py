@@ -443,3 +443,13 @@ def test_an_unknown_command_names_all_eight(capsys):
 def test_every_flag_of_a_plan_says_what_it_is():
     silent = [a.option_strings for a in parser()._actions if not a.help or a.help.startswith("default")]
     assert not silent
+
+
+def test_a_plan_says_first_that_it_assumes_the_prompts_length(capsys, tmp_path):
+    flags = ["--model", "Qwen2.5-VL-7B"]
+    main(["plan", *flags])
+    out = capsys.readouterr().out
+    assert out.startswith("assumed, because neither the config nor a flag says it: 1800 tokens a prompt")
+    assert "naive: everything on the GPU" in out and "hidden: training done while" in " ".join(out.split())
+    main(["plan", *flags, "--prompt-tokens", "700"])
+    assert "neither the config" not in capsys.readouterr().out
