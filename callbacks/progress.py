@@ -127,6 +127,9 @@ class PhaseProgressBar(ProgressBar, PhaseCallback):
             self._bar = LaneBars(lanes, self._total(trainer), trainer.global_step, console)
             self._bar.start()
             self._show()
+        if trainer.global_step > 0:
+            total = self._total(trainer)
+            self.print(f"going on after update {trainer.global_step}" + (f" of {total}" if total is not None else ""))
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if outputs:
@@ -200,11 +203,10 @@ class PhaseProgressBar(ProgressBar, PhaseCallback):
 
     def _line(self, trainer: Any) -> None:
         total = self._total(trainer)
-        seconds = int(time.monotonic() - self._start)
+        seconds = time.monotonic() - self._start
         of = f"/{total}" if total is not None else ""
         self._printed = trainer.global_step
-        words = [*self._words(), f"{seconds // 60}:{seconds % 60:02d} min"]
-        self.print(f"update {trainer.global_step}{of}: {', '.join(words)}")
+        self.print(f"update {trainer.global_step}{of}: {', '.join([*self._words(), _clock(seconds)])}")
 
     def _words(self) -> list[str]:
         words = [f"reward {self._metrics['reward']:.3f}"] if "reward" in self._metrics else []

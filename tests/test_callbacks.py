@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -437,6 +438,13 @@ def test_without_a_terminal_the_bar_is_one_clean_line_an_update(model, tmp_path,
         "each said once, when found"
     )
     assert not [line for line in lines if "\r" in line or "\x1b" in line]
+
+
+def test_a_run_that_goes_on_says_from_where(capsys):
+    bar = PhaseProgressBar(terminal=False)
+    for before, said in ((0, ""), (21, "going on after update 21 of 60\n")):
+        bar.on_train_start(SimpleNamespace(global_step=before, max_steps=60), None)
+        assert capsys.readouterr().out == said
 
 
 class Frames(PhaseCallback):
