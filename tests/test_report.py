@@ -191,12 +191,12 @@ def test_a_sample_of_many_pictures_and_responses_is_shown_in_part(tmp_path):
     texts = [{"text": f"a\u2028b {i}", "reward": 10**400} for i in range(300)]
     record = {"id": "x", "prompt": "p", "images": ["no.png"] * 40, "responses": texts}
     (tmp_path / "rollouts" / "step_000003.jsonl").write_text(json.dumps(record, ensure_ascii=False) + "\n")
-    (tmp_path / "config.yaml").write_text("class_path: x\n" + "a: 1\n" * 100_000)
+    (tmp_path / "config.yaml").write_text("class_path: x\n" + "a: 1\n" * 6_000)
     (tmp_path / "metrics.csv").write_text(f"step,{','.join(f'reward/正{i}' for i in range(40))}\n1{',2' * 40}\n")
     main(["report", str(tmp_path)])
     text = (tmp_path / "report.html").read_text()
     assert "Not shown: 24 more pictures, 284 more responses." in text and "16 pictures could not be read" in text
-    assert "98,001 lines more" in text and "26 more are not drawn" in text and len(text) < 150_000
+    assert "4,001 lines more" in text and "26 more are not drawn" in text and len(text) < 150_000
 
 
 def test_a_sample_shows_the_right_answer_or_what_its_row_holds(tmp_path):
