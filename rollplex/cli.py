@@ -76,7 +76,8 @@ class RollplexCLI(LightningCLI):
         if isinstance(arguments, list):
             alone = not kwargs.get("run", True)
             if alone or (arguments and arguments[0] in RUNS):
-                check_command(arguments if alone else arguments[1:])
+                ours = type(self).__module__.partition(".")[0] == __package__
+                check_command(arguments if alone else arguments[1:], closed=ours)
         super().__init__(
             GRPOModule,
             VLMDataModule,

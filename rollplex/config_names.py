@@ -8,9 +8,12 @@ from __future__ import annotations
 import inspect
 import os
 import pkgutil
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from rollplex.planner.names import ENTRY, check_arguments, check_sections, check_strategy, check_trainer, class_at
 from rollplex.planner.reading import read_yaml
@@ -20,12 +23,14 @@ BESIDE = (
     "batch_size", "json",
 )  # fmt: skip
 """Settings of subcommands, beside the sections."""
+_FLAG = re.compile(r"--?([A-Za-z_][\w.]*)\+?")
+"""A value may begin with dashes too: -0.5 is one, and so is a text with spaces."""
 
 
-def check_command(arguments: Sequence[str]) -> None:
+def check_command(arguments: Sequence[str], *, closed: bool = True) -> None:
     """ValueError for a section, a class or a setting that does not exist, in the configs or the dotted overrides.
 
-    arguments: those behind the subcommand.
+    arguments: those behind the subcommand. closed: whether there are no sections but ours; a user's CLI may add some.
     """
     content: dict[str, Any] = {}
     flags = list(_flags(arguments))
@@ -34,6 +39,8 @@ def check_command(arguments: Sequence[str]) -> None:
     dotted = [(name.split("."), value) for name, value in flags if "." in name]
     for parts, value in [([name], value) for name, value in flags if name in ("model", "data")] + dotted:
         _choose(content, parts, value)
+    if closed:
+        check_sections({str(name).rstrip("+"): 0 for name in (*content, *(parts[0] for parts, _ in dotted))}, BESIDE)
     _check_content(content)
     for parts, value in dotted:
         _check_flag(content, parts, value)
@@ -42,19 +49,26 @@ def check_command(arguments: Sequence[str]) -> None:
 def _flags(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
     """(name without dashes and the + of lists, value or "") of each flag."""
     for at, argument in enumerate(arguments):
-        if argument.startswith("-"):
-            name, equals, value = argument.lstrip("-").partition("=")
+        flag, equals, value = argument.partition("=")
+        if found := _FLAG.fullmatch(flag):
             following = arguments[at + 1] if at + 1 < len(arguments) else ""
-            yield name.rstrip("+"), value if equals or following.startswith("--") else following
+            yield found[1], value if equals or _FLAG.fullmatch(following.partition("=")[0]) else following
 
 
 def _read(path: str) -> dict[str, Any]:
-    if not Path(path).is_file():
-        if Path(path).suffix in (".yaml", ".yml", ".json") and "://" not in path:
+    if not _is_file(path):
+        if Path(path).suffix in (".yaml", ".yml", ".json") and not re.search(r"://|:\s|\n", path):
             raise ValueError(f"--config {path}: there is no such file (looked from {os.getcwd()})")
         return {}  # the parser takes more: a config's text, an address
     content = read_yaml(path)
     return content if isinstance(content, dict) else {}
+
+
+def _is_file(text: str) -> bool:
+    try:
+        return Path(text).is_file()
+    except OSError:  # too long for a name: a config's text
+        return False
 
 
 def _merged(below: Any, above: Any) -> Any:
@@ -67,18 +81,31 @@ def _merged(below: Any, above: Any) -> Any:
 
 
 def _choose(content: dict[str, Any], parts: list[str], value: str) -> None:
-    """Enter a class that a flag names, such as --data.task mine.Task, so that it is the one that is looked at."""
+    """Enter a class that a flag names, such as --data.task mine.Task, so that it is the one that is looked at. What
+    the flag gives instead may be a file or text that has one; of anything else nothing is known."""
     if parts[-1] == "class_path":
         parts = parts[:-1]
     here: Any = content
     for part in parts[:-1]:
         here = _inside(here, part)
     found = here.get("init_args") if isinstance(here, dict) and isinstance(here.get("init_args"), dict) else here
-    if not isinstance(found, dict) or not all(piece.isidentifier() for piece in value.split(".")):
+    if not isinstance(found, dict):
         return
     old = found.get(parts[-1])
     if (isinstance(old, dict) and "class_path" in old) or (len(parts) == 1 and "." in value):
-        found[parts[-1]] = {"class_path": value}
+        found[parts[-1]] = _merged(old, _entry(value))
+
+
+def _entry(value: str) -> Any:
+    """What a flag gives an entry: the content of a file, a class_path, or the content of text."""
+    if _is_file(value):
+        return read_yaml(value)
+    if all(piece.isidentifier() for piece in value.split(".")):
+        return {"class_path": value}
+    try:
+        return yaml.safe_load(value)
+    except yaml.YAMLError:
+        return None
 
 
 def _inside(entry: Any, name: str) -> Any:
@@ -90,7 +117,6 @@ def _inside(entry: Any, name: str) -> Any:
 
 
 def _check_content(content: Mapping[str, Any]) -> None:
-    check_sections((str(name).rstrip("+") for name in content), BESIDE)
     trainer = content.get("trainer")
     if isinstance(trainer, Mapping):
         check_trainer(str(name).rstrip("+") for name in trainer)
@@ -109,7 +135,7 @@ def _check_inside(where: str, value: Any) -> None:
         path, arguments = value.get("class_path"), value.get("init_args")
         kind = _class(where, path) if isinstance(path, str) else None
         if kind is not None and isinstance(arguments, Mapping):
-            check_arguments(where, kind, map(str, arguments))
+            check_arguments(where, kind, (str(name).rstrip("+") for name in arguments))
         for name, inner in value.items():
             _check_inside(where if name == "init_args" else f"{where}.{name}", inner)
 
@@ -133,7 +159,6 @@ def _class(where: str, path: str) -> type | None:
 
 def _check_flag(content: Mapping[str, Any], parts: list[str], value: str) -> None:
     section, name, *more = parts
-    check_sections([section], BESIDE)
     if section == "trainer":
         check_trainer([name])
         if name == "strategy" and not more and value.isidentifier() and value != "null":

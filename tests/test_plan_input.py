@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import yaml
 
-from rollplex.cli import COMMANDS, RUNS, main, of_settings
+from rollplex.cli import COMMANDS, RUNS, RollplexCLI, main, of_settings
 from rollplex.config_names import check_command
 from rollplex.planner.command import parser
 from rollplex.planner.configs import gpus_of_config, read_config
+from rollplex.planner.names import SECTIONS, check_names
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG: dict[str, Any] = {
@@ -314,8 +315,6 @@ def test_twenty_configs_that_cannot_fit_do_with_what_their_plan_says(capsys, tmp
 
 
 def test_the_sections_are_those_of_the_run(capsys):
-    from rollplex.planner.names import SECTIONS
-
     root = Path(__file__).resolve().parent.parent
     with pytest.raises(SystemExit):
         main(["fit", "--config", str(root / "configs" / "digits_cpu.yaml"), "--print_config"])
@@ -417,6 +416,68 @@ def test_no_config_is_refused(path):
 )
 def test_what_cannot_be_judged_is_left_to_the_parser(colours, changes, flags):
     check_command(["--config", run_config(colours, **changes), *flags])
+
+
+FILES = {
+    "class_path": "rollplex.tasks.files.FileTask",
+    "init_args": {"path": "a", "rewards+": [{"class_path": "Ours"}]},
+}
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--data.task", "colours.Notes", "--data.task.least", "-0.5"],
+        ["--data.task.question", "-- left. Or right", "--model.init_args.beta", "-.5"],
+        ["--model", "part.yaml", "--model.beta", "0.1"],
+        ["--data.task", "task.yaml", "--data.task.path", "a"],
+        ["--data.task", '{"class_path": "rollplex.tasks.files.FileTask"}', "--data.task.path", "a"],
+        ["--data.task", "{class_path: [", "--data.task.path", "a"],
+        ["--config", "seed_everything: 1  # " + 300 * "x"],
+        ["--config", "seed_everything: 1\nckpt_path: a.yaml"],
+        ["--config", "files.yaml"],
+    ],
+)
+def test_what_the_parser_takes_is_not_refused(colours, monkeypatch, flags):
+    """Values with dashes, parts of a config in files of their own, text in the place of a file, lists that go on."""
+    content = yaml.safe_load((ROOT / "configs" / "charts_cpu.yaml").read_text())
+    files = {
+        "part": content["model"],
+        "task": FILES,
+        "files": {"data": content["data"] | {"init_args": {"task": FILES}}},
+    }
+    for name, part in files.items():
+        (colours / f"{name}.yaml").write_text(yaml.safe_dump(part))
+    monkeypatch.chdir(colours)
+    check_command(["--config", run_config(colours), *flags])
+
+
+def test_a_part_in_a_file_of_its_own_is_looked_at_too(colours, monkeypatch):
+    (colours / "part.yaml").write_text(yaml.safe_dump(FILES))
+    monkeypatch.chdir(colours)
+    with pytest.raises(ValueError, match=r"FileTask has no setting pth \(did you mean path\?\)"):
+        check_command(["--config", run_config(colours), "--data.task", "part.yaml", "--data.task.pth", "a"])
+
+
+def test_a_reward_needs_no_module_in_a_plan_either():
+    rewards = [{"class_path": "ExactMatch"}, {"class_path": "FormatRegex", "init_args": {"pattern": "a"}}]
+    check_names(
+        {"data": {"class_path": "VLMDataModule", "init_args": {"task": FILES | {"init_args": {"rewards": rewards}}}}}
+    )
+
+
+class OwnCLI(RollplexCLI):
+    def add_arguments_to_parser(self, parser):
+        parser.add_argument("--notes.depth", type=int, default=1)
+
+
+def test_a_cli_of_ones_own_may_have_more_sections(colours, capsys):
+    path = run_config(colours, notes={"depth": 2})
+    with pytest.raises(SystemExit) as ended:
+        OwnCLI(args=["fit", "--config", path, "--notes.depth", "3", "--print_config"])
+    assert ended.value.code == 0 and yaml.safe_load(capsys.readouterr().out)["notes"] == {"depth": 3}
+    with pytest.raises(ValueError, match="no section notes"):
+        RollplexCLI(args=["fit", "--config", path, "--notes.depth", "3", "--print_config"])
 
 
 # ---- the commands ----

@@ -13,8 +13,8 @@ from importlib import import_module
 from typing import Any
 
 SEARCHED = (
-    "rollplex", "rollplex.engines", "rollplex.callbacks", "lightning.pytorch.callbacks", "lightning.pytorch.loggers",
-    "lightning.pytorch.strategies",
+    "rollplex", "rollplex.engines", "rollplex.callbacks", "rollplex.rewards", "lightning.pytorch.callbacks",
+    "lightning.pytorch.loggers", "lightning.pytorch.strategies",
 )  # fmt: skip
 """Where a class_path without dots is looked for, as a run finds subclasses by their name."""
 ENTRY = {"class_path", "init_args", "dict_kwargs"}
