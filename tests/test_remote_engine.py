@@ -456,6 +456,7 @@ def test_settings_that_cannot_work_are_refused(settings, message):
 
 def test_errors_name_the_rank_among_several_and_each_has_a_server_of_its_own(monkeypatch, tmp_path):
     (tmp_path / "key").write_text("k" * 32)
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: False)  # a vLLM of another test leaves its group
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     settings = {"key_file": str(tmp_path / "key"), "start_timeout": 0.2}

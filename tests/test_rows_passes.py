@@ -154,4 +154,5 @@ def test_lp_04_bfloat16_log_probs_are_float32_on_both_sides(parity_folder, tmp_p
     assert all(r.logps.dtype == torch.float32 for g in module.seen[0]["groups"] for r in g.rollouts)
     # Engine against trainer, with weights of an ordinary scale: std 0.1 magnifies bfloat16's rounding too.
     ordinary = build_tiny(tmp_path / "ordinary", seed=1)
-    assert 0 < run(ordinary, tmp_path, **settings).seen[0]["metrics"]["mismatch_abs"] < 1e-3
+    # (A processor that multiplies bfloat16 itself may round both sides alike.)
+    assert run(ordinary, tmp_path, **settings).seen[0]["metrics"]["mismatch_abs"] < 1e-3

@@ -47,9 +47,11 @@ pytest.importorskip("deepspeed")
 HERE = Path(__file__).resolve().parent
 BAR = 1e-6
 """Weights after three steps, float32."""
-NOISE = 1e-6
-"""Of a parameter's gradient (root mean square): elements below are the rounding of a sum that is zero. Adam divides
-by their size, so it makes a step of the noise: another order of sums moves such a weight by part of a learning rate."""
+NOISE = 1e-5
+"""Of a parameter's gradient (root mean square): elements below, some twenty in a million of an update, are the rounding of a sum that
+is zero, or off by a percent of themselves, as a sum's rounding is 1e-7 of its terms. Adam divides by their size, so it
+makes a step of the noise: another order of sums (another processor's, too) moves such a weight by part of a learning
+rate."""
 
 
 TOGETHER = 20
@@ -175,7 +177,7 @@ class Plain(NamedTuple):
     def difference(self, other: dict[str, torch.Tensor]) -> float:
         """Largest difference of weights whose gradients were more than rounding; of the few others at most a learning
         rate for each update."""
-        assert sum(int(x.sum()) for x in self.noise.values()) < 1e-4 * sum(w.numel() for w in self.weights.values())
+        assert sum(int(x.sum()) for x in self.noise.values()) < 1e-3 * sum(w.numel() for w in self.weights.values())
         far = {n: (w - other[n]).abs() for n, w in self.weights.items()}
         assert max(float(d.max()) for d in far.values()) < z.STEPS["learning_rate"]
         return max(float(d.masked_fill(self.noise.get(n, torch.tensor(False)), 0.0).max()) for n, d in far.items())
@@ -218,11 +220,11 @@ def moved(model: dict[str, torch.Tensor], parity_folder) -> float:
 
 @pytest.mark.parametrize("stage", of("solo", ZERO, "train{}"))
 def test_one_rank_equals_the_plain_strategy(solo, plain, parity_folder, stage):
-    expected, metrics, _, _ = plain()
+    expected = plain()
     result = solo[f"train{stage}"]
-    assert moved(expected, parity_folder) > 30 * BAR
-    assert largest_difference(result["weights"], expected) < BAR
-    for own, other in zip(result["steps"], metrics, strict=True):
+    assert moved(expected.weights, parity_folder) > 30 * BAR
+    assert expected.difference(result["weights"]) < BAR
+    for own, other in zip(result["steps"], expected.metrics, strict=True):
         assert own["loss"] == pytest.approx(other["loss"], abs=1e-6)
         assert own["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
 
@@ -239,10 +241,10 @@ def check_metrics(steps: list[dict[str, float]], metrics: list[dict[str, float]]
 
 @pytest.mark.parametrize("stage", of("pair", STAGES, "train{}"))
 def test_two_ranks_equal_one(pair, plain, stage):
-    expected, metrics, _, _ = plain()
+    expected = plain()
     result = pair[f"train{stage}"]
-    assert largest_difference(result["weights"], expected) < BAR
-    check_metrics(result["steps"], metrics)
+    assert expected.difference(result["weights"]) < BAR
+    check_metrics(result["steps"], expected.metrics)
 
 
 @pytest.mark.parametrize(("name", "stage"), of("pair", [(n, s) for n in LOSSES for s in (0, 3)], "{}{}"))
