@@ -48,10 +48,10 @@ HERE = Path(__file__).resolve().parent
 BAR = 1e-6
 """Weights after three steps, float32."""
 NOISE = 1e-5
-"""Of a parameter's gradient (root mean square): elements below, some twenty in a million of an update, are the rounding of a sum that
-is zero, or off by a percent of themselves, as a sum's rounding is 1e-7 of its terms. Adam divides by their size, so it
-makes a step of the noise: another order of sums (another processor's, too) moves such a weight by part of a learning
-rate."""
+"""Of a parameter's gradient (root mean square): elements below, some twenty in a million of an update, are the rounding
+of a sum that is zero, or off by a percent of themselves, as a sum's rounding is 1e-7 of its terms. Adam divides by their
+size, so it makes a step of the noise: another order of sums (another processor's, too) moves such a weight by part of a
+learning rate."""
 
 
 TOGETHER = 20
