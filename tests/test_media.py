@@ -7,8 +7,10 @@ import io
 import os
 import pickle
 import threading
+from fractions import Fraction
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import av
 import numpy as np
 import pytest
 from helpers import levels, picture
@@ -107,6 +109,36 @@ def test_few_frames_are_filled_up_from_the_file(clip, fewest, wanted, rate):
     video = decode_video(clip, fps=0.5, max_frames=64, min_frames=fewest)
     assert levels(video) == wanted
     assert video.fps == pytest.approx(rate)
+
+
+def filmed(path, seconds):
+    """A file whose frame number i has level 10 * i and is shown from seconds[i] on."""
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=30)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        stream.codec_context.time_base = Fraction(1, 1000)
+        for i, second in enumerate(seconds):
+            frame = av.VideoFrame.from_ndarray(np.full((48, 64, 3), 10 * i, dtype=np.uint8), format="rgb24")
+            frame.pts, frame.time_base = round(1000 * second), Fraction(1, 1000)
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    return path
+
+
+@pytest.mark.parametrize("rate", [24, 30])
+def test_times_that_the_container_rounds_cost_no_frame(rate, tmp_path):
+    path = filmed(tmp_path / "a.mkv", [i / rate for i in range(20)])
+    video = decode_video(path, fps=rate, max_frames=64)
+    assert levels(video) == list(range(20)) and video.fps == rate
+
+
+@pytest.mark.parametrize("ending", ["mkv", "mp4"])
+def test_a_frame_that_is_shown_for_long_fills_its_time(ending, tmp_path):
+    """Or a model would be told that what comes after it comes at once."""
+    path = filmed(tmp_path / f"a.{ending}", [0, 3, 3.1, 3.2, 3.5, 5])
+    for most, wanted, rate in ((64, [0, 0, 0, 0, 0, 0, 1, 4, 4, 4, 5], 2.0), (6, [0, 0, 0, 1, 4, 5], 1.0)):
+        video = decode_video(path, fps=2, max_frames=most)
+        assert levels(video) == wanted and video.fps == rate
 
 
 def test_limits_on_seconds_pixels_and_bytes(clip):

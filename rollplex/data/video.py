@@ -27,6 +27,9 @@ MAX_SECONDS = 3600.0
 MAX_RATE = 240
 """Frames per second of the longest video allowed: what a file may make a decoder do is bounded by their product."""
 
+TICK = 1e-3
+"""Seconds to which containers round the times of frames, at the coarsest (Matroska, WebM, FLV)."""
+
 CONTAINERS = "mov,mp4,matroska,webm,avi,gif,mpegts,mpeg,ogg,flv,asf,ivf"
 """What is opened. FFmpeg knows playlists too, whose text makes it read other files and addresses."""
 
@@ -76,7 +79,7 @@ def decode_video(
     source: str | Path | bytes | bytearray | memoryview, *, fps: float, max_frames: int, min_frames: int = 1,
     max_seconds: float = MAX_SECONDS, max_pixels: int = MAX_IMAGE_PIXELS, max_bytes: int = MAX_BYTES,
 ) -> Video:  # fmt: skip
-    """Decode a file: of each interval of 1/fps seconds the first frame shown in it.
+    """Decode a file: of each interval of 1/fps seconds the first frame that begins in it, else the one still shown.
 
     A file with a lower rate than `fps` keeps all its frames and its own rate. When more than max_frames come together,
     every second one is dropped and the rate is halved (so between max_frames / 2 and max_frames are kept, evenly
@@ -88,23 +91,27 @@ def decode_video(
         raise ValueError(f"video_min_frames={min_frames} must be between 1 and video_max_frames={max_frames}")
     limits = (max_seconds, max_pixels)
     kept: list[np.ndarray] = []
-    start_rate, due, count = fps, 0, 0
+    start_rate, count, before = fps, 0, None
     for number, seconds, own_rate, frame in _shown(source, fps, *limits):
         fps, count = min(fps, own_rate), number + 1
-        slot = math.floor(seconds * fps + 1e-6)
-        if slot < due:
-            continue
-        due = slot + 1
-        _keep(frame, kept, max_bytes)
-        if len(kept) > max_frames:
-            kept, fps = kept[::2], fps / 2
-            due = math.floor(seconds * fps + 1e-6) + 1
+        # kept[i] is of interval i. Where none began in some before this frame's, the one before is shown in them.
+        held: np.ndarray | None = None
+        while (interval := math.floor((seconds + TICK) * fps + 1e-6)) >= len(kept):
+            _check_bytes(frame.width, frame.height, len(kept) + 1, max_bytes)
+            if interval == len(kept):
+                kept.append(_pixels(frame, kept, max_bytes))
+            else:
+                held = _pixels(before, kept, max_bytes) if held is None else held
+                kept.append(held)
+            if len(kept) > max_frames:
+                kept, fps = kept[::2], fps / 2
+        before = frame
     if len(kept) < min(min_frames, count):
         kept, wanted = [], {i * count // min_frames for i in range(min_frames)}
         for number, seconds, own_rate, frame in _shown(source, start_rate, *limits):
-            fps = own_rate if count <= min_frames else min_frames / (seconds + 1 / own_rate)
+            fps = min(min_frames, count) / (seconds + 1 / own_rate)
             if number in wanted:
-                _keep(frame, kept, max_bytes)
+                kept.append(_pixels(frame, kept, max_bytes))
     if not kept:
         raise ValueError("no frame of the video could be decoded")
     return Video(np.stack(kept), fps)
@@ -127,7 +134,8 @@ def _shown(
         check_pixels(stream.codec_context.width or 0, stream.codec_context.height or 0, max_pixels)
         if container.duration is not None and container.duration / av.time_base > max_seconds:
             raise ValueError(_too_long(container.duration / av.time_base, max_seconds))
-        own_rate = float(stream.average_rate or stream.guessed_rate or default_rate)
+        # The average is another where some frames are shown for long, and of a few frames always a bit higher.
+        own_rate = float(stream.guessed_rate or stream.average_rate or default_rate)
         start = None
         for number, frame in enumerate(container.decode(stream)):
             time = number / own_rate if frame.time is None else frame.time
@@ -142,13 +150,13 @@ def _too_long(seconds: float, most: float) -> str:
     return f"the video has {seconds:.0f} s or more; video_max_seconds allows {most:g}, of {MAX_RATE} frames"
 
 
-def _keep(frame: Any, kept: list[np.ndarray], max_bytes: int) -> None:
-    """Append a decoded frame, upright."""
+def _pixels(frame: Any, kept: Sequence[np.ndarray], max_bytes: int) -> np.ndarray:
+    """Of a decoded frame that is to follow those kept, upright."""
     _check_bytes(frame.width, frame.height, len(kept) + 1, max_bytes)
     pixels = np.rot90(frame.to_ndarray(format="rgb24"), k=round(frame.rotation / 90) % 4)
     if kept and kept[0].shape != pixels.shape:
         raise ValueError(f"the frames change their size, from {kept[0].shape[:2]} to {pixels.shape[:2]}")
-    kept.append(pixels)
+    return pixels
 
 
 def _check_bytes(width: int, height: int, count: int, max_bytes: int) -> None:
