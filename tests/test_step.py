@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
+import shutil
 import time
 
 import pytest
 import torch
 from fake_engine import FakeEngine, Scripted
+from helpers import monolithic_logps, relative_error
 from lightning.pytorch.callbacks import ModelCheckpoint
 from runs import PictureTask, largest_difference, run, same_bits, weights
 
@@ -194,16 +197,32 @@ def test_tok_05_vision_tokens_in_a_response_end_with_a_finite_loss(parity_folder
 
 
 def test_pos_07_end_token_counts_once_when_finished_and_never_when_cut(parity_folder, tmp_path):
+    """Where padding and end are one token: the gradient is that of the formula, by hand, over the tokens there are."""
     end = 258  # <|im_end|>
+    folder = shutil.copytree(parity_folder, tmp_path / "model")
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"pad_token": "<|im_end|>"}))
+    responses, reasons = ((5, end), (5, 6, 7), (5, end), (8, 9)), ["stop", "length", "stop", "length"]
     module = run(
-        parity_folder,
-        tmp_path,
-        steps=1,
-        engine=scripted(((5, end), (5, 6, 7), (5, end), (8, 9)), reasons=["stop", "length", "stop", "length"]),
-    )
-    group = module.seen[0]["groups"][0]
-    assert [int((r.token_ids == end).sum()) for r in group.rollouts] == [1, 0, 1, 0]
-    assert module.seen[0]["metrics"]["completions_truncated"] == 0.5
+        folder, tmp_path, steps=1, batch_size=2, task=PictureTask(reward=lambda s, r: float(r.index)), cls=KeepGradients,
+        engine=scripted(responses, reasons=reasons), scale_rewards="none", loss_type="dapo", max_grad_norm=None,
+    )  # fmt: skip
+    assert module.processor.tokenizer.pad_token_id == end
+    (out,), model = module.seen, load_hf(str(folder), "float32")
+    assert out["metrics"]["completions_truncated"] == 0.5
+    banned, loss = module.actor.banned_token_ids, torch.zeros(())
+    for group in out["groups"]:
+        for index, ids in enumerate(responses):
+            logps = monolithic_logps(model, group.prompt, torch.tensor(ids), 1.0, banned)
+            loss = loss - (index - 1.5) * logps.sum() / (2 * sum(map(len, responses)))
+    loss.backward()
+    whole = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm()
+    checked = 0
+    for name, p in model.named_parameters():
+        if p.grad is not None and p.grad.norm() > 1e-4 * whole:
+            assert relative_error(module.gradients[name], p.grad) < 1e-5, name
+            checked += 1
+    assert checked > 20
 
 
 # ---- how the batch is cut ----

@@ -247,6 +247,14 @@ def test_two_ranks_equal_one(pair, plain, stage):
     check_metrics(result["steps"], expected.metrics)
 
 
+@pytest.mark.parametrize("stage", of("pair", STAGES, "train{}"))
+def test_gradients_are_reduced_once_an_update(pair, stage):
+    """After all backward calls (of two suffix and two prefix passes on each rank), every element once."""
+    result = pair[f"train{stage}"]
+    size = sum(w.numel() for w in result["weights"].values())
+    assert result["reductions"] == [(done, "update", size) for done in range(3)]
+
+
 @pytest.mark.parametrize(("name", "stage"), of("pair", [(n, s) for n in LOSSES for s in (0, 3)], "{}{}"))
 def test_two_ranks_equal_one_for_every_loss(pair, plain, name, stage):
     expected = plain(**LOSSES[name])
@@ -482,6 +490,21 @@ def test_two_trainers_of_two_ranks_draw_and_learn_what_one_would(four, plain, na
 def test_dist_01_dist_05_ranks_with_other_pictures_and_other_numbers_of_passes(pair, plain, name, stage):
     task, settings = z.mix(name)
     assert plain(task, **settings).difference(pair[f"{name}{stage}"]["weights"]) < BAR
+
+
+@pytest.mark.parametrize("stage", of("pair", (0, 3), "broken{}"))
+def test_img_07_lp_15_lp_17_what_is_broken_on_one_rank_stops_no_other(pair, plain, stage):
+    """A file, a reward that never comes and one that raises: counted, and the rest is learnt as by one rank."""
+    expected, result = plain(z.BrokenTask(), **z.BROKEN), pair[f"broken{stage}"]
+    assert expected.difference(result["weights"]) < BAR
+    check_metrics(result["steps"], expected.metrics)
+    assert sum(m["rewards_missing/timeout"] for m in result["steps"]) > 0 < result["steps"][-1]["rows_skipped"]
+    assert sum(m["rewards_missing/raised"] for m in result["steps"]) > 0
+    groups = [group for rank in result["rewarded"] for group in rank]
+    assert all(result["rewarded"]) and {row for row, _, _ in groups} == {f"train-{i}" for i in range(8) if i != 3}
+    for row, prompt, rewards in groups:
+        assert row in prompt
+        assert {int(reward) for reward in rewards if reward == reward} == {int(row.removeprefix("train-"))}
 
 
 @pytest.mark.parametrize("stage", of("pair", (0, 3), "rows{}"))
@@ -731,6 +754,7 @@ def test_a_trainer_of_more_ranks_than_were_started_is_refused(parity_folder, tmp
 def test_dist_07_offload_and_reload_change_nothing(solo, stage):
     result = solo[f"offload{stage}"]
     assert result["same"] and same_bits(result["with"], result["without"])
+    assert result["groups"] == 2  # parameters with weight decay and those without, which alternate in the model
     first, _, _, *later = result["bytes"]
     assert first["masters"] > 0 and first["optimizer_moments"] == 0  # nothing is learnt yet
     assert later[0]["optimizer_moments"] == 2 * first["masters"]

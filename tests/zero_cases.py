@@ -112,11 +112,12 @@ SOLO: dict[str, Case] = {
     **{f"lora_bf16_{s}": case(z.train, s, dtype="bfloat16", **lora.SETTINGS) for s in (2, 3)},
 }
 PAIR: dict[str, Case] = {
-    **{f"train{s}": case(z.train, s) for s in STAGES},
+    **{f"train{s}": case(z.counted, s) for s in STAGES},
     **{f"gradient{s}": case(z.gradient, s, **CHECKPOINTED) for s in ZERO},
     **{f"{name}{s}": case(z.train, s, **settings) for name, settings in LOSSES.items() for s in (0, 3)},
     **{f"{name}{s}": case(z.mixed, s, name) for name in (*z.MIXES, "uneven", "odd", "alone") for s in (0, 2, 3)},
     **{f"rows{s}": case(z.uneven_rows, s) for s in (0, 3)},
+    **{f"broken{s}": case(z.broken, s) for s in (0, 3)},
     **{f"resume{s}": case(z.resume, s) for s in (0, 2, 3)},
     "engine_0": case(z.engine_weights, 0),
     **{f"tensor{s}": case(z.train, s, zero=TP) for s in (1, 2)},
@@ -151,7 +152,7 @@ QUICK: dict[str, set[str]] = {
     "solo": {"train1", "train2", "train3", "gradient3", "resume2", "stage", "parts", "offload2", "phases2", "masters3", "limited2",
              "lora3", "lora_other"},
     "pair": {
-        "train0", "train2", "train3", "gradient3", "dapo_parts3", "text_image3", "uneven3", "alone3", "rows3", "resume0", "resume3",
+        "train0", "train2", "train3", "gradient3", "dapo_parts3", "text_image3", "uneven3", "alone3", "rows3", "broken3", "resume0", "resume3",
         "engine_0", "export3", "lora2", "ledger2_lora", "tensor2", "tensor_gradient2", "ledger2", "ledger3", "dynamic_rounds2",
         "dynamic_one_sided3", "llava_onevision3", "vision3",
     },

@@ -6,6 +6,7 @@ Rank 0 writes one file per case, whatever came of it. A case that does not end i
 from __future__ import annotations
 
 import faulthandler
+import io
 import os
 import sys
 import traceback
@@ -15,6 +16,8 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from helpers import picture
 from lightning.pytorch import Callback, Trainer
 from runs import EqualPictures, PictureTask, run
 
@@ -76,6 +79,44 @@ def train(
 
 
 # ---- gradients ----
+
+
+class CountReductions(Callback):
+    """Collectives that sum more than a number or two: (rollout batches done, phase, elements) of each."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, str, int]] = []
+
+    def on_train_start(self, trainer, pl_module):
+        names = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor")
+        self.kept = [(dist, name, getattr(dist, name)) for name in names]
+        if trainer.strategy.strategy_name == "rollplex_zero":
+            from deepspeed.comm import comm
+
+            self.kept.append((comm.cdb, "reduce_scatter_function", comm.cdb.reduce_scatter_function))
+        machine = trainer.strategy.colocation.executor.machine
+
+        def counted(call: Any) -> Any:
+            def reduction(*args, **kwargs):
+                size = max(t.numel() for t in [*args, *kwargs.values()] if torch.is_tensor(t))
+                if size > 2:
+                    self.seen.append((pl_module.rollouts_done, machine.phase.value, size))
+                return call(*args, **kwargs)
+
+            return reduction
+
+        for owner, name, call in self.kept:
+            setattr(owner, name, counted(call))
+
+    def on_train_end(self, trainer, pl_module):
+        for owner, name, call in self.kept:
+            setattr(owner, name, call)
+
+
+def counted(model: str, root: Path, stage: int) -> dict[str, Any]:
+    """A run, and the reductions of its updates."""
+    counts = CountReductions()
+    return train(model, root, stage, extra=[counts]) | {"reductions": counts.seen}
 
 
 class KeepGradient(Callback):
@@ -199,13 +240,14 @@ class Offload(PhaseCallback):
     """Optimizer moments and masters are away from the start of a rollout to the update."""
 
     def __init__(self) -> None:
-        self.same = True
+        self.same, self.groups = True, 0
         self.bytes: list[dict[str, int]] = []
 
     def on_phase_start(self, trainer, phase):
         states = trainer.strategy.states
         if phase is Phase.ROLLOUT:
             self.before = _sharded(states)
+            self.groups = len(states.engine.optimizer.optimizer.param_groups)
             self.bytes.append(states.bytes())
             states.offload(["optimizer_moments", "masters"])
             self.bytes.append(states.bytes())
@@ -249,7 +291,10 @@ def offload(model: str, root: Path, stage: int) -> dict[str, Any]:
     with_it, without = Offload(), {}
     without = train(model, root, stage, weight_decay=0.1)
     kept = train(model, root, stage, weight_decay=0.1, extra=[with_it])
-    return {"with": kept["weights"], "without": without["weights"], "same": with_it.same, "bytes": with_it.bytes}
+    return {
+        "with": kept["weights"], "without": without["weights"], "same": with_it.same, "bytes": with_it.bytes,
+        "groups": with_it.groups,
+    }  # fmt: skip
 
 
 # ---- masters ----
@@ -339,6 +384,45 @@ def mix(name: str) -> tuple[PictureTask, dict[str, Any]]:
 def mixed(model: str, root: Path, stage: int, name: str, **more: Any) -> dict[str, Any]:
     task, settings = mix(name)
     return train(model, root, stage, task=task, **settings, **more)
+
+
+class BrokenTask(PictureTask):
+    """Row 3 holds half a file; of rows 5 and 6 a reward never comes, or raises. Each prompt, and each reward, says
+    which row it is of."""
+
+    def messages(self, sample: Sample) -> list[dict[str, Any]]:
+        buffer = io.BytesIO()
+        picture(56, 84, seed=sample["number"]).save(buffer, "PNG")
+        whole = buffer.getvalue()
+        source = whole[: len(whole) // 2] if sample["number"] == 3 else whole
+        return [{"role": "user", "content": [{"type": "image", "image": source}, {"type": "text", "text": sample.id}]}]
+
+    def reward(self, sample: Sample, response: Any) -> float:
+        if (sample["number"], response.index) == (5, 1):
+            while True:
+                pass
+        if (sample["number"], response.index) == (6, 2):
+            raise RuntimeError("a fault of the reward")
+        return sample["number"] + float(response.token_ids[0]) / 1000
+
+
+BROKEN: dict[str, Any] = {"reward_timeout": 1.5, "max_grad_norm": None}
+
+
+class Rewarded(Callback):
+    """Of each group that was trained on: row, prompt, rewards."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, str, list[float]]] = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.seen += [(g.prompt.sample.id, g.prompt.text, g.rewards.tolist()) for g in outputs["groups"]]
+
+
+def broken(model: str, root: Path, stage: int) -> dict[str, Any]:
+    rewarded = Rewarded()
+    kept = train(model, root, stage, extra=[rewarded], task=BrokenTask(), **BROKEN)
+    return kept | {"rewarded": Ranks.connect().gather(rewarded.seen)}
 
 
 class Rows(Callback):
