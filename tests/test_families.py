@@ -11,11 +11,12 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from engine_helpers import drain, requests_for, started, trainer_logps
-from families import NAMES, PARITY, ROWS, Rows, encoded, fresh, same_shape
-from helpers import relative_error
+from families import NAMES, PARITY, ROWS, Rows, encoded, fresh, same_shape, video
+from helpers import picture, relative_error
 from rich.console import Console
 from runs import run as train
 from runs import same_bits, weights
@@ -24,8 +25,9 @@ from test_split import split as split_pass
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from rollplex.callbacks import GroupStreaming, PrefixOverlap
-from rollplex.data.encode import BadRow
-from rollplex.data.records import Request, SamplingParams
+from rollplex.data.encode import BadRow, PromptEncoder
+from rollplex.data.placeholders import has_grids
+from rollplex.data.records import Request, Sample, SamplingParams
 from rollplex.engines import TorchEngine
 from rollplex.export import export
 from rollplex.models.registry import FAMILIES, REFUSED, family_of, family_table, split
@@ -164,6 +166,42 @@ def test_passes_that_make_the_same_calls_on_every_rank(family):
 
 
 # ---- prompts ---------------------------------------------------------------------------------------------------------
+
+
+def prompt_of(family, *parts, **settings):
+    return PromptEncoder(family.processor, **settings).encode(Rows(), Sample("row", {"parts": parts}))
+
+
+def test_vid_01_one_frame_is_a_video(family):
+    """Qwen3-VL's processor alone refuses one: it takes no fewer than a patch holds."""
+    prompt, actor = prompt_of(family, video(1, 1.0)), fresh(family.model)
+    found = actor.vision_embeddings([prompt])
+    assert {name: len(rows) for name, rows in found.items()} == {
+        f"{kind}_embeds": int((prompt.mm_token_type_ids == code).sum())
+        for kind, code in (("image", 1), ("video", 2))
+        if (prompt.mm_token_type_ids == code).any()
+    }
+
+
+@pytest.mark.parametrize("settings", [{"max_pixels": 4096}, {"min_pixels": 784, "max_pixels": 4096}])
+def test_img_09_sizes_are_those_of_each_frame_of_a_video(family, settings):
+    """Qwen3-VL's processor has sizes of whole videos."""
+    if not has_grids(family.processor):
+        with pytest.raises(ValueError, match="cannot be set for"):
+            prompt_of(family, **settings)
+        return
+    frames = [np.asarray(picture(448, 448, i)) for i in range(6)]
+    prompt = prompt_of(family, {"type": "video", "video": frames, "fps": 1.0}, **settings)
+    assert prompt.media["video_grid_thw"].tolist() == [[3, 4, 4]]
+    if family.name == "qwen3_vl":
+        whole = prompt_of(
+            family, {"type": "video", "video": frames, "fps": 1.0}, **settings, video_total_pixels=6 * 1024
+        )
+        assert whole.media["video_grid_thw"].tolist() == [[3, 2, 2]]
+        with pytest.raises(ValueError, match="6 frames of min_pixels=4096 are more than the 6144 pixels of a whole"):
+            prompt_of(
+                family, {"type": "video", "video": frames, "fps": 1.0}, min_pixels=4096, video_total_pixels=6 * 1024
+            )
 
 
 def test_vid_05_each_picture_and_video_has_its_tokens(family):

@@ -242,7 +242,7 @@ def test_video_total_pixels_where_the_processor_counts_all_frames_itself(tiny_pr
         part.size = {"shortest_edge": 4096, "longest_edge": 10**9}
         monkeypatch.setattr(tiny_processor, "video_processor", part)
         encoder = PromptEncoder(tiny_processor, video_total_pixels=1_000_000)
-        assert encoder._video_size(4) == {"shortest_edge": 4096, "longest_edge": wanted}
+        assert encoder.sizes.video([4]) == {"shortest_edge": 4096, "longest_edge": wanted}
 
 
 @pytest.mark.parametrize(

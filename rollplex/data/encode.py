@@ -5,9 +5,7 @@ Shape legend: P prompt tokens.
 
 from __future__ import annotations
 
-import inspect
 import re
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +16,7 @@ from PIL import Image
 from rollplex.data.images import MAX_IMAGE_PIXELS, open_image
 from rollplex.data.placeholders import IMAGE, VIDEO, check_tiles, has_grids, placeholder_types, runs
 from rollplex.data.records import Prompt, Sample
+from rollplex.data.sizes import Sizes
 from rollplex.data.video import MAX_BYTES, MAX_SECONDS, Video, open_video
 from rollplex.tasks.base import VLMTask
 
@@ -112,13 +111,10 @@ class PromptEncoder:
             "max_frames": video_max_frames, "min_frames": video_min_frames, "max_seconds": video_max_seconds,
             "max_pixels": max_image_pixels,
         }  # fmt: skip
-        self.video_total_pixels = video_total_pixels
         self.merge_size = int(getattr(getattr(processor, "image_processor", None), "merge_size", 1))
-        self._size: dict[str, dict[str, int]] = {}
-        for kind in ("image", "video"):
-            size = _resolve_size(getattr(processor, f"{kind}_processor", None), kind, min_pixels, max_pixels)
-            if size is not None:
-                self._size[kind] = size
+        self.sizes = Sizes(
+            processor, min_pixels=min_pixels, max_pixels=max_pixels, video_total_pixels=video_total_pixels
+        )
         self._special = _special_pattern(processor)
         self._longest_text = _longest_text(processor, max_prompt_length)
         self._most_media = max_prompt_length or MEDIA_OF_A_ROW
@@ -229,39 +225,30 @@ class PromptEncoder:
         if images:
             # As pictures of one text, which some processors treat otherwise than pictures of several.
             arguments["images"] = images if has_grids(self.processor) else [images]
-            if "image" in self._size:
-                arguments["images_kwargs"] = {"size": self._size["image"]}
+            if self.sizes.image is not None:
+                arguments["images_kwargs"] = {"size": self.sizes.image}
         if videos:
+            # Which frames of each: the last one again where there are too few.
+            chosen = [[*range(n)] + [n - 1] * (self.sizes.least_frames - n) for n in (len(v.frames) for v in videos)]
             # Channels first and said so: the processor guesses the layout, wrongly for frames of height 1 or 3.
-            arguments["videos"] = [torch.from_numpy(np.ascontiguousarray(v.frames)).permute(0, 3, 1, 2) for v in videos]
+            arguments["videos"] = [
+                torch.from_numpy(
+                    np.ascontiguousarray(v.frames if len(which) == len(v.frames) else v.frames[which])
+                ).permute(0, 3, 1, 2)
+                for v, which in zip(videos, chosen, strict=True)
+            ]
             arguments["videos_kwargs"] = {
                 "do_sample_frames": False,
                 "input_data_format": "channels_first",
                 "video_metadata": [
-                    {"total_num_frames": len(v.frames), "fps": v.fps, "frames_indices": list(range(len(v.frames)))}
-                    for v in videos
+                    {"total_num_frames": len(which), "fps": v.fps, "frames_indices": which}
+                    for v, which in zip(videos, chosen, strict=True)
                 ],
             }
-            size = self._video_size(max(len(video.frames) for video in videos))
+            size = self.sizes.video([len(which) for which in chosen])
             if size is not None:
                 arguments["videos_kwargs"]["size"] = size
         return arguments
-
-    def _video_size(self, frames: int) -> dict[str, int] | None:
-        """The `size` for videos of at most `frames` frames; None leaves the processor's own."""
-        if self.video_total_pixels is None:
-            return self._size.get("video")
-        part = self.processor.video_processor
-        size = self._size.get("video") or _resolve_size(part, "video", *(dict(part.size).get(e) for e in _EDGES))
-        assert size is not None
-        low, high = size["shortest_edge"], size["longest_edge"]
-        share = self.video_total_pixels // (1 if _counts_all_frames(part) else frames)
-        if share < low:
-            raise ValueError(
-                f"video_total_pixels={self.video_total_pixels} is {share} for each of {frames} frames, but a "
-                f"frame has at least {low}: lower video_max_frames or min_pixels"
-            )
-        return {"shortest_edge": low, "longest_edge": min(high, share)}
 
 
 def check_placeholders(
@@ -299,32 +286,6 @@ def check_placeholders(
 def _tensor(value: Any) -> torch.Tensor:
     tensor = torch.as_tensor(value)
     return (tensor.float() if tensor.is_floating_point() else tensor.long()).contiguous()
-
-
-_EDGES = ("shortest_edge", "longest_edge")
-
-
-def _counts_all_frames(part: Any) -> bool:
-    """Whether the processor's size is of all frames together (Qwen3-VL), not of each (Qwen2-VL, Qwen2.5-VL)."""
-    resize = getattr(sys.modules[type(part).__module__], "smart_resize", None)
-    return resize is not None and "num_frames" in inspect.signature(resize).parameters
-
-
-def _resolve_size(part: Any, kind: str, min_pixels: int | None, max_pixels: int | None) -> dict[str, int] | None:
-    """The `size` to pass to the image or video processor; None to leave it alone."""
-    if part is None or (min_pixels is None and max_pixels is None):
-        return None
-    size = dict(part.size)
-    low, high = size.get("shortest_edge"), size.get("longest_edge")
-    if not low or not high or not hasattr(part, "merge_size"):
-        raise ValueError(
-            f"min_pixels/max_pixels cannot be set for {type(part).__name__}, whose size is {size}; "
-            "set the size in the checkpoint's processor config"
-        )
-    low, high = min_pixels or low, max_pixels or high
-    if low > high:
-        raise ValueError(f"min_pixels={low} is above max_pixels={high} (for the {kind} processor): set both")
-    return {"shortest_edge": low, "longest_edge": high}
 
 
 def _longest_text(processor: Any, max_prompt_length: int | None) -> int | None:
