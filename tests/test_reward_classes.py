@@ -413,6 +413,35 @@ def test_an_async_reward_of_a_task():
     same(result.rewards, [2.0, math.nan])
 
 
+class Client(Reward):
+    """Keeps something of the event loop it was first used on, as clients keep connections; "stuck" blocks the loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop: asyncio.AbstractEventLoop | None = None
+
+    async def score(self, sample, response):
+        if response.text == "cancelled":
+            raise asyncio.CancelledError
+        if response.text == "stuck":
+            time.sleep(10)
+        if self.loop is None or self.loop.is_closed():
+            self.loop = asyncio.get_running_loop()
+        return float(asyncio.get_running_loop() is self.loop)
+
+
+def test_async_rewards_keep_their_event_loop():
+    """Training and validation have a runner each, of one task."""
+    task = Listed(Client())
+    runners = [RewardRunner(task, num_generations=2, timeout=0.5) for _ in range(2)]
+    for text in ("a", "cancelled", "b", "stuck", "c"):
+        for runner in runners:
+            wanted = [math.nan, math.nan] if text == "stuck" else [1.0, math.nan if text == "cancelled" else 1.0]
+            same(runner.score(Sample("row"), responses("x", text)).rewards, wanted)
+    for runner in runners:
+        runner.close()
+
+
 def test_an_async_reward_in_a_running_loop_says_what_to_do():
     async def body():
         return score(FunctionReward(waits), texts=["4"])

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollplex.data.records import Rollout, Sample
+from rollplex.rewards import waiting
 from rollplex.rewards.outcome import Outcome, TimeLimit, describe, guarded, read_score, read_value
 from rollplex.tasks.base import VLMTask
 
@@ -102,19 +103,19 @@ def _gather(scorer: Scorer, sample: Sample, rollouts: Sequence[Rollout], seconds
             return _read(scorer, await asyncio.wait_for(scorer.call(sample, rollout), seconds))
         except TimeoutError as error:
             return Outcome(reason="timeout", message=str(error) or f"no reward within {seconds} s")
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
             return Outcome(reason="raised", message=describe(error))
 
     async def every() -> list[Outcome]:
         return list(await asyncio.gather(*map(one, rollouts)))
 
-    return asyncio.run(every())
+    return waiting.run(every())
 
 
 def _group(scorer: Scorer, sample: Sample, rollouts: Sequence[Rollout], seconds: float | None) -> list[Outcome]:
     values = scorer.call(sample, list(rollouts))
     if scorer.is_async:
-        values = asyncio.run(_within(values, seconds))
+        values = waiting.run(_within(values, seconds))
     if isinstance(values, Mapping | Set | str) or not hasattr(values, "__iter__"):
         raise TypeError(
             f"expected a list of {len(rollouts)} scores in the responses' order, got {type(values).__name__}"
