@@ -91,6 +91,19 @@ def test_a_printed_config_explains_every_setting_and_is_that_config(tmp_path, mo
     assert printed(tmp_path / "commented.yaml", False, capsys) == printed(config, False, capsys)
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_comment_stands_above_every_setting_of_a_printed_config(path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    lines = printed(path, True, capsys).splitlines()
+    settings = {i: line for i, line in enumerate(lines) if re.match(r"\s*(- )?\w+:", line)}
+    bare = [
+        line for i, line in settings.items() if "class_path:" not in line and not lines[i - 1].strip().startswith("# ")
+    ]
+    empty = [line for i, line in settings.items() if re.match(r"\s*# \((required|type|default)", lines[i - 1])
+             and not lines[i - 2].strip().startswith("#")]  # fmt: skip
+    assert len(settings) > 100 and not bare and not empty, (bare, empty)
+
+
 def test_the_migration_table_names_settings_that_exist():
     known, found = owners(), named(MIGRATION)
     wrong = sorted(f"{o}.{n}" for o, n in found if n not in known.get(o, ()))

@@ -89,10 +89,31 @@ class Watch(PhaseCallback):
             gpu = binding.rank
             self.report["classes"] = plan.class_bytes(gpu)
             self.report["gathered_bytes"] = plan.gathered_bytes(gpu)
-            self.report["engine_bytes"] = sum(plan.class_bytes(gpu).values())
+            self._by_class(plan.on(gpu), vllm_model(engine), binding, trained)
+            self.report["engine_bytes"] = sum(self.report["seen"].values())
             self.report["ranks"] = [plan.train_rank(gpu), plan.rollout_rank(gpu)]
             if trainer.global_rank == 0:
                 print(table(plan), flush=True)
+
+    def _by_class(self, entries: Any, model: Any, binding: Any, trained: dict[int, int]) -> None:
+        """Bytes that the engine really reads for the entries of each class, and names of those that lie elsewhere than
+        their class says."""
+        seen, parameters = dict.fromkeys(self.report["classes"], 0), dict(model.named_parameters())
+        self.report["seen"], self.report["misplaced"] = seen, []
+        for entry in entries:
+            own = parameters[entry.name].data
+            parts = [own] if own.numel() else list(binding._views[entry.name])
+            seen[entry.layout] += sum(part.nbytes for part in parts)
+            inside = [part.untyped_storage().data_ptr() in trained for part in parts]
+            if entry.gathered:  # some of it is the trainer's, some is fetched
+                right = any(inside) and not all(inside)
+            elif entry.layout == "rebuild":
+                right = not any(inside)
+            else:
+                shape = (len(parts) > 1, all(part.is_contiguous() for part in parts))
+                right = all(inside) and shape == (entry.layout == "blocks", entry.layout != "strided")
+            if not right:
+                self.report["misplaced"].append(entry.name)
 
 
 def main(folder: str, model: str, train_tp: str, rollout_tp: str, stage: str, weights: str) -> None:
