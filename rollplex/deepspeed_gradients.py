@@ -45,6 +45,10 @@ class ShardedGradients:
         finally:
             for flush in flushes:
                 delattr(self.engine, flush)
+        if torch.device(self.engine.device).type == "cpu":
+            # Stage 3 tells the stream of each gradient that it frees, and there are none.
+            for parameter in self.engine.module.parameters():
+                parameter.grad = None
         self.engine.optimizer.zero_grad(set_to_none=True)
 
     def finish(self, parameters: Iterable[nn.Parameter], scale: float | None, limit: float | None) -> None:

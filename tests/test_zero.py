@@ -448,6 +448,13 @@ def test_two_ranks_that_keep_nothing_move_nothing(pair, plain, parity_folder, na
     assert all(m["groups_dropped"] == 12 and m["updates_skipped"] == 1 for m in result["steps"])
 
 
+def test_an_update_without_a_response_that_counts_moves_nothing(solo, parity_folder):
+    """Its gradients are there, and given up before they are reduced."""
+    result = solo["truncated3"]
+    assert result["steps"][0]["completions_truncated"] == 1.0 and result["global_step"] == 1
+    assert moved(result["weights"], parity_folder) == 0.0
+
+
 @pytest.mark.parametrize(
     ("name", "stage"), of("pair", [(n, s) for n in ("few_rows", "bad_rows") for s in (0, 2, 3)], "dynamic_{}{}")
 )

@@ -103,6 +103,7 @@ SOLO: dict[str, Case] = {
     **{f"masters{s}": untied(z.masters, s) for s in ZERO},
     "export2": case(z.export, 2),
     **{f"limited{s}": case(z.limited, s) for s in (0, 2)},
+    "truncated3": case(z.train, 3, mask_truncated_completions=True, steps=1),
     "vision3": case(z.shared_vision, 3),
     "vision_reference3": case(z.shared_vision, 3, **VISION["vision_reference"]),
     **{f"lora{s}": case(lora.train, s, zero=ALL_CUT if s == 3 else {}) for s in ZERO},
@@ -150,7 +151,7 @@ PAIR: dict[str, Case] = {
 QUICK: dict[str, set[str]] = {
     "four": set(),
     "solo": {"train1", "train2", "train3", "gradient3", "resume2", "stage", "parts", "offload2", "phases2", "masters3", "limited2",
-             "lora3", "lora_other"},
+             "lora3", "lora_other", "truncated3"},
     "pair": {
         "train0", "train2", "train3", "gradient3", "dapo_parts3", "text_image3", "uneven3", "alone3", "rows3", "broken3", "resume0", "resume3",
         "engine_0", "export3", "lora2", "ledger2_lora", "tensor2", "tensor_gradient2", "ledger2", "ledger3", "dynamic_rounds2",
