@@ -31,7 +31,8 @@ class GracefulStop(Callback):
     A run that ends by itself leaves its end in the last checkpoint too, if ModelCheckpoint keeps one (`save_last`).
 
     Args:
-        save_on_error: Save in the same way when the run ends by an error (an engine that fails, a bad reward class).
+        save_on_error: Save in the same way when the run ends by an error (an engine that fails, a bad reward class). A
+            checkpoint takes all ranks: of several, nothing is saved when only some of them fail.
     """
 
     def __init__(self, save_on_error: bool = True) -> None:
@@ -127,6 +128,8 @@ class GracefulStop(Callback):
             return "there was nothing to save"
         if module.updates_in_step:
             return "nothing saved: the weights are between two batches"
+        if not isinstance(exception, StopRequested) and not _all_fail(trainer, exception):
+            return "nothing saved: it takes all ranks, and others have not failed, or lost one that has"
         path = self._path(trainer)
         _rewind(trainer)
         try:
@@ -144,6 +147,12 @@ class GracefulStop(Callback):
             name = f"{checkpointer.CHECKPOINT_NAME_LAST}{checkpointer.FILE_EXTENSION}"
             checkpointer.last_model_path = str(free_path(Path(checkpointer.dirpath) / name))
         return Path(checkpointer.last_model_path)
+
+
+def _all_fail(trainer: Any, error: BaseException) -> bool:
+    """Whether every rank is here. Saving alone, this one would meet the others in a collective of their own."""
+    where = getattr(getattr(getattr(trainer.strategy, "colocation", None), "executor", None), "where", None)
+    return where is None or where.all_fail(error)
 
 
 def _diverged(error: BaseException | None) -> bool:

@@ -91,6 +91,32 @@ class Whereabouts:
         self._write(f"said/{self.rank}", {"said": said})
         self._write("failed", {"rank": self.rank, "said": said})
 
+    def all_fail(self, error: BaseException) -> bool:
+        """This rank fails; whether all others do as well, each by itself. Then they can still do something together,
+        and take their time: nobody is ended any more. Takes `SILENT` seconds at most."""
+        if self.world == 1:
+            return True
+        self.last_words(error)
+        if _chain_has(error, RankError) or _of_backend(error):
+            return False
+        told: list[bool] = []
+        asking = threading.Thread(target=lambda: told.append(self._all_said()), daemon=True)
+        asking.start()
+        asking.join(SILENT + LOOK)
+        if told != [True]:
+            return False
+        self._end.set()
+        return True
+
+    def _all_said(self) -> bool:
+        end = time.monotonic() + SILENT
+        while True:
+            said = [self._read(f"said/{rank}") for rank in range(self.world)]
+            lost = any(words is not None and not words["said"] for words in said)
+            if lost or None not in said or time.monotonic() > end:
+                return not lost and None not in said
+            time.sleep(0.1)
+
     @contextmanager
     def collective(self, what: str) -> Iterator[None]:
         """Around one: RankError instead of the backend's own error."""

@@ -1,4 +1,4 @@
-"""Runs of several ranks in which one is killed or hangs, for test_deadlines.py: one process that forks the ranks of one
+"""Runs of several ranks in which one is killed, hangs or fails, for test_deadlines.py: one process that forks the ranks of one
 run after another, because a rank takes seconds to import and a run does not.
 
     python kill_runs.py FOLDER MODEL STAGE JOBS(json)
@@ -25,6 +25,7 @@ from runs import PictureTask, run, weights
 from zero_runs import STEPS, callbacks, strategy
 
 from rollplex import whereabouts
+from rollplex.callbacks import GracefulStop
 from rollplex.engines import TorchEngine
 from rollplex.phases import PhaseCallback
 
@@ -96,6 +97,23 @@ class SleepyEngine(TorchEngine):
         return super().step()
 
 
+class FailingEngine(TorchEngine):
+    """Raises on rank 1, in the second step."""
+
+    def step(self):
+        if os.environ["RANK"] == "1" and self._version > 0:
+            raise RuntimeError("no more")
+        return super().step()
+
+
+class FailingEverywhere(PhaseCallback):
+    """Raises on every rank, in the second step."""
+
+    def on_phase_start(self, trainer, phase):
+        if phase == "train" and trainer.global_step:
+            raise RuntimeError("no more")
+
+
 def one_rank(job: dict[str, Any], folder: Path, model: str, stage: int) -> None:
     """What a forked process does."""
     torch.set_num_threads(1)
@@ -108,8 +126,14 @@ def one_rank(job: dict[str, Any], folder: Path, model: str, stage: int) -> None:
     task = {"reward": SleepyTask, "data": SleepyData}.get(job.get("hang", ""), PictureTask)()
     if job.get("hang") == "engine":
         settings["engine"] = SleepyEngine()
+    if job.get("fail") == "engine":
+        settings["engine"] = FailingEngine()
     options = {"strategy": strategy(stage, **settings), "devices": WORLD, "enable_checkpointing": True}
     order: list[Callback] = [saves, events, *callbacks()]
+    if "fail" in job:
+        whereabouts.SILENT = 0.5  # before the grace of the other rank
+        saves = ModelCheckpoint(dirpath=folder / job["folder"], every_n_train_steps=100)
+        order = [GracefulStop(), saves, *callbacks(), *([FailingEverywhere()] if job["fail"] == "all" else [])]
     module = run(
         model, folder / job["name"], trainer=options, callbacks=order, task=task, reward_timeout=None,
         ckpt_path=job.get("ckpt_path"), **STEPS,

@@ -48,6 +48,11 @@ def hang(what: str) -> dict[str, Any]:
     return {"name": f"hang_{what}", "folder": f"hang_{what}", "hang": what}
 
 
+def fail(what: str) -> dict[str, Any]:
+    """A run of `rollplex fit`'s kind, which saves what it can when it fails."""
+    return {"name": f"fail_{what}", "folder": f"fail_{what}", "fail": what}
+
+
 def stop(rank: int, at: int) -> dict[str, Any]:
     """A rank that is stopped by a signal: it does nothing from then on, and nobody closes its connections."""
     return {"name": f"stop{rank}_{at}", "folder": f"stop{rank}_{at}", "hang": "stop", "rank": rank, "at": at}
@@ -56,7 +61,7 @@ def stop(rank: int, at: int) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def quick(parity_folder, tmp_path_factory):
     folder = tmp_path_factory.mktemp("quick")
-    run_jobs(folder, parity_folder, 0, [*kills([17]), hang("reward")])
+    run_jobs(folder, parity_folder, 0, [*kills([17]), hang("reward"), fail("engine"), fail("all")])
     return folder
 
 
@@ -94,6 +99,25 @@ def check_kill(folder: Path, seed: int) -> None:
 
 def test_a_killed_rank_is_named_and_a_resumed_run_has_the_uninterrupted_weights_bit_for_bit(quick):
     check_kill(quick, 17)
+
+
+def test_a_rank_that_fails_alone_saves_nothing_and_is_named_at_once(quick):
+    ends = ended(quick, "fail_engine")
+    assert [end["code"] for end in ends] == [1, 1]
+    assert max(end["after_first"] for end in ends) < DEADLINE  # and not its collective_timeout later
+    other, failed = (log(quick, "fail_engine", rank) for rank in (0, 1))
+    assert "the run failed after 1 updates; nothing saved: it takes all ranks" in failed
+    assert re.search(r"RankError: rank 0: .* broke\. rank 1 failed with EngineError: .*no more", other)
+    assert "nothing saved" in other and not (quick / "fail_engine" / "last.ckpt").exists()
+
+
+def test_ranks_that_all_fail_save_together(quick):
+    assert [end["code"] for end in ended(quick, "fail_all")] == [1, 1]
+    for rank in (0, 1):
+        text = log(quick, "fail_all", rank)
+        assert re.search(r"after 1 updates; saved \S*last\.ckpt", text) and "RuntimeError: no more" in text
+    saved = torch.load(quick / "fail_all" / "last.ckpt", weights_only=False)
+    assert saved["global_step"] == 1 and saved["rollplex"]["rollouts_done"] == 1
 
 
 @pytest.mark.slow
