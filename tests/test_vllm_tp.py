@@ -48,6 +48,8 @@ def launch(folder: Path, ranks: int, weights: str, vision: str, family: str) -> 
 )  # fmt: skip
 def test_ranks_agree_and_equal_the_trainer(tmp_path, ranks, weights, vision, family):
     reports = launch(tmp_path, ranks, weights, vision, family)
+    (own,) = {report["shared_memory"] for report in reports}
+    assert len(own) == 16, "the ranks' shared memory has the name that every run's has"
     for report in reports:
         for state in ("before", "after"):
             assert all(report[state]["greedy_equal"]), (report["rank"], state)

@@ -76,6 +76,7 @@ def main(out: str, weights: str, vision: str, family: str) -> None:
         report["after"] = compare(actor, engine, prompts)
         report["aborted"] = abort_in_the_middle(engine, prompts)
         report["again"] = compare(actor, engine, prompts)["sampled"] == report["after"]["sampled"]
+    report["shared_memory"] = os.environ["VLLM_DIST_IDENT"]
     report["pointers_kept"] = pointers == [p.data_ptr() for p in vllm_model(engine).parameters()]
     Path(out, f"rank{rank}.json").write_text(json.dumps(report))
     engine.close()

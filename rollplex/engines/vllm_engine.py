@@ -136,7 +136,7 @@ class VLLMEngine(HeldStates, RolloutEngine):
             context.processor.save_pretrained(self._folder.name)
             topology = None if context.shards is None else context.shards.topology
             local_rank = torch.device(context.device).index or int(os.environ.get("LOCAL_RANK", "0"))
-            with vllm_patches.process_state_kept(), vllm_patches.as_rank(topology, local_rank):
+            with vllm_patches.starting(topology, local_rank):
                 self._engine = self._build(self._folder.name)
             self._check_started()
         except BaseException:

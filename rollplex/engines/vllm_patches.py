@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -67,6 +68,13 @@ def set_environment() -> None:
 
 
 @contextmanager
+def starting(topology: Topology | None, local_rank: int) -> Iterator[None]:
+    """Around the building of an engine: all of the below that it takes."""
+    with process_state_kept(), own_shared_memory(), as_rank(topology, local_rank):
+        yield
+
+
+@contextmanager
 def as_rank(topology: Topology | None, local_rank: int) -> Iterator[None]:
     """Let an engine of several processes, or in each of several, be one of a launcher's.
 
@@ -99,6 +107,38 @@ def as_rank(topology: Topology | None, local_rank: int) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+@contextmanager
+def own_shared_memory() -> Iterator[None]:
+    """Name the memory through which ranks on a CPU talk after this run alone. A collective of all ranks.
+
+    Cause: vLLM names it by the port of its process group (vllm/v1/worker/cpu_worker.py: init_device), and an
+    external_launcher gives none, so all runs of a machine use one name: of two at a time, or after one that was
+    killed, the second ends with "create shm in SHMManager failed. errno: 17".
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        yield
+        return
+    from vllm.distributed.device_communicators import cpu_communicator
+
+    memory: Any = cpu_communicator._CPUSHMDistributed
+    original, words = memory.make_group_name, [""]
+
+    def make_group_name(communicator: Any) -> str:
+        if not words[0]:  # only now is there surely a process group: who has none before leaves it to vLLM
+            words[0] = secrets.token_hex(8)
+            torch.distributed.broadcast_object_list(words, src=0)
+        os.environ["VLLM_DIST_IDENT"] = words[0]
+        return original(communicator)
+
+    memory.make_group_name = staticmethod(make_group_name)
+    try:
+        yield
+    finally:
+        memory.make_group_name = staticmethod(original)
 
 
 @contextmanager
