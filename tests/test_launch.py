@@ -29,21 +29,16 @@ def start(launcher: str, arguments: list[str], folder: Path) -> None:
     rollplex = [sys.executable, str(script), *arguments]
     if launcher == "lightning":
         commands, environments = [rollplex], [environment]
-    elif launcher == "torchrun":
-        commands = [
-            [
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                "--standalone",
-                "--nproc-per-node",
-                "2",
-                "-m",
-                "rollplex",
-                *arguments,
-            ]
-        ]
-        environments = [environment]
+    elif launcher.startswith("torchrun"):
+        run = [sys.executable, "-m", "torch.distributed.run"]
+        place = ["--standalone", "--nproc-per-node", "2"]
+        commands = [[*run, *place, "-m", "rollplex", *arguments]]
+        if launcher == "torchrun of two nodes":  # the recipe of docs/scaling.md, on every node
+            place = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d"]
+            place += ["--rdzv-endpoint", f"127.0.0.1:{port}"]
+            nodes = ["--trainer.num_nodes", "2", "--trainer.devices", "1"]
+            commands = [[*run, *place, "-m", "rollplex", *arguments, *nodes]] * 2
+        environments = [environment] * len(commands)
     else:  # what srun sets for two tasks of one node
         job = {
             "SLURM_JOB_ID": "4711", "SLURM_JOB_NAME": "rollplex", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2",
@@ -68,7 +63,7 @@ def start(launcher: str, arguments: list[str], folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.deepspeed
-@pytest.mark.parametrize("launcher", ["lightning", "torchrun", "slurm"])
+@pytest.mark.parametrize("launcher", ["lightning", "torchrun", "torchrun of two nodes", "slurm"])
 def test_two_ranks_of_the_digits_config(launcher, tmp_path):
     """Two steps under ZeRO-2, a checkpoint, and one more step from it."""
     pytest.importorskip("deepspeed")
@@ -81,6 +76,33 @@ def test_two_ranks_of_the_digits_config(launcher, tmp_path):
     start(launcher, ["fit", *config, *short, "--ckpt_path", "last", "--trainer.max_steps", "3"], tmp_path)
     mark = next(tmp_path.rglob("checkpoints/last.ckpt"))
     assert mark.is_dir() and len(list(mark.rglob("*optim_states.pt"))) == 2  # a shard of each rank
+
+
+def test_the_script_for_slurm_starts_the_run(tmp_path, monkeypatch, capsys):
+    """With an srun that says what it was told to start."""
+    for name, text in {"bin/srun": '#!/bin/sh\nprintf "%s\\n" "$@" > told\n', ".venv/bin/activate": ""}.items():
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "bin" / "srun").chmod(0o755)
+    script, config = ROOT / "scripts" / "train.sbatch", "configs/qwen2_5_vl_32b_32gpu.yaml"
+    environment = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "SLURM_JOB_NUM_NODES": "4"}
+
+    def sbatch(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = ["bash", str(script), *arguments]
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+
+    assert sbatch().returncode == 1 and "give the config" in sbatch().stderr
+    done = sbatch(config)
+    assert done.returncode == 0, done.stderr
+    _, program, *arguments = (tmp_path / "told").read_text().splitlines()
+    assert program == "rollplex" and arguments[-2:] == ["--ckpt_path", "last"]
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit) as end:
+        main([*arguments, "--print_config"])
+    trainer = yaml.safe_load(capsys.readouterr().out)["trainer"]
+    said = dict(re.findall(r"^#SBATCH --([\w-]+)=(\d+)", script.read_text(), re.M))
+    assert end.value.code == 0 and trainer["num_nodes"] == int(said["nodes"]) == 4
+    assert trainer["devices"] == int(said["ntasks-per-node"]) == int(said["gpus-per-node"])
 
 
 # ---- the page ----

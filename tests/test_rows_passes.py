@@ -15,6 +15,7 @@ from runs import run
 from test_rows_input import modes
 
 from rollplex import Sample, VLMTask
+from rollplex.data.encode import PromptEncoder
 from rollplex.models.qwen2_5_vl import Qwen2_5VL
 from rollplex.models.tiny import build_tiny
 
@@ -80,7 +81,15 @@ def test_tok_11_the_pixels_reach_training(tiny_parity_model, tiny_processor):
 
 
 def test_pos_01_and_pos_04_nothing_depends_on_batch_mates(tiny_parity_model, tiny_processor):
-    """Prompts are never padded: a batch mate of 400 tokens goes through a pass of its own."""
+    """Prompts are never padded, whatever side a processor pads on: a batch mate of 400 tokens goes through a pass of its
+    own."""
+    right = copy.deepcopy(tiny_processor)
+    right.tokenizer.padding_side = "right"
+    row = {"mates": [{"type": "image", "image": picture(56, 56)}, {"type": "image", "image": picture(84, 84)}]}
+    task = OwnMedia(row | {"text": []})
+    one, other = ([PromptEncoder(p).encode(task, s) for s in task.samples("train")] for p in (tiny_processor, right))
+    for a, b in zip(one, other, strict=True):
+        assert torch.equal(a.input_ids, b.input_ids) and torch.equal(a.mm_token_type_ids, b.mm_token_type_ids)
     actor = Qwen2_5VL(copy.deepcopy(tiny_parity_model))
     prompts = [
         make_prompt(tiny_processor, "q"),

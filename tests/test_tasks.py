@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 import string
 from collections import Counter
 from dataclasses import replace
@@ -12,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 from scipy import ndimage
 
 from rollplex.cli import main
@@ -407,7 +409,7 @@ def test_too_few_scenes_for_the_rows_is_said():
         task.samples("train")
 
 
-BUILT_IN = {"counting": 0.75, "spatial": 0.75, "motion": 0.75, "charts": 0.85, "grounding": 0.5}
+BUILT_IN = {"digits": 0.9, "counting": 0.75, "spatial": 0.75, "motion": 0.75, "charts": 0.85, "grounding": 0.5}
 """Config -> validation accuracy that its run reaches at least."""
 
 
@@ -427,6 +429,17 @@ def test_a_config_runs(name, tmp_path, monkeypatch):
     small = {"data.init_args.batch_size": 4, "model.init_args.num_generations": 2, "trainer.max_steps": 2}
     rows = fit(name, tmp_path, *(f"--{setting}={value}" for setting, value in small.items()))
     assert len([row for row in rows if row.get("reward")]) == 2
+
+
+def test_the_readmes_table_is_of_these_configs():
+    text = (CONFIGS.parent / "README.md").read_text()
+    rows = re.findall(
+        r"^\| `configs/(\w+)_cpu\.yaml` \|[^|]*\| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| (\d+) \|", text, re.M
+    )
+    assert {name for name, *_ in rows} == set(BUILT_IN)
+    for name, chance, before, after, updates in rows:
+        assert float(before) <= float(chance) < BUILT_IN[name] <= float(after)
+        assert int(updates) == yaml.safe_load((CONFIGS / f"{name}_cpu.yaml").read_text())["trainer"]["max_steps"]
 
 
 @pytest.mark.slow

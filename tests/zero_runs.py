@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -156,12 +157,27 @@ class CompareEngine(PhaseCallback):
 
     def __init__(self) -> None:
         self.unequal: list[str] = []
-        self.compared = self.peak = self.whole = self.resident = 0
+        self.compared = self.peak = self.whole = self.resident = self.gathered = 0
+
+    def on_train_start(self, trainer, pl_module):
+        plain = trainer.strategy.gathered
+
+        @contextmanager
+        def gathered(parameters):
+            with plain(parameters):
+                self.gathered = max(self.gathered, self._here(trainer))
+                yield
+
+        trainer.strategy.gathered = gathered
+
+    def _here(self, trainer) -> int:
+        """Bytes of the parameters that are whole on this rank now."""
+        here = [p for p in trainer.lightning_module.policy.parameters() if p.ds_status.name == "AVAILABLE"]
+        return sum(p.ds_numel * p.element_size() for p in here)
 
     def on_unit_end(self, trainer, unit):
         if unit.kind is UnitKind.ACT_BACKWARD:
-            here = [p for p in trainer.lightning_module.policy.parameters() if p.ds_status.name == "AVAILABLE"]
-            self.resident = max(self.resident, sum(p.ds_numel * p.element_size() for p in here))
+            self.resident = max(self.resident, self._here(trainer))
 
     def on_weights_published(self, trainer, version):
         actor = trainer.lightning_module.actor
@@ -180,7 +196,7 @@ def engine_weights(model: str, root: Path, threshold: int) -> dict[str, Any]:
     compare = CompareEngine()
     zero = {"gather_bucket_bytes": 100_000, "zero_optimization": {"stage3_param_persistence_threshold": threshold}}
     train(model, root, 3, extra=[compare], zero=zero)
-    return {name: getattr(compare, name) for name in ("unequal", "compared", "peak", "whole", "resident")}
+    return {name: getattr(compare, name) for name in ("unequal", "compared", "peak", "whole", "resident", "gathered")}
 
 
 # ---- checkpoints ----
