@@ -298,7 +298,7 @@ def right(completion: str, answer: str) -> float:
 
 def trl_style(prompts, completions, answer, **kwargs):
     """As TRL's documentation writes them."""
-    assert len(prompts) == len(completions) == len(answer) and set(kwargs) <= {"extra"}
+    assert len(prompts) == len(completions) == len(answer) and set(kwargs) <= {"extra", "completion_ids"}
     return [float(text == a) for text, a in zip(completions, answer, strict=True)]
 
 
@@ -475,6 +475,29 @@ def test_a_reward_that_does_not_apply_to_a_row_is_left_out():
     alone = score(FunctionReward(not_for_these_rows), texts=["4", "5"])
     same(alone.rewards, [math.nan, math.nan])
     assert alone.counts == {"none": 2}
+
+
+def soft_overlong(completion_ids: list[list[int]], **kwargs) -> list[float]:
+    """As TRL's own: of TRL's arguments it names the ids alone."""
+    return [float(len(ids)) for ids in completion_ids]
+
+
+def all_in_kwargs(**kwargs) -> list[float]:
+    together = zip(kwargs["completions"], kwargs["completion_ids"], kwargs["prompts"], kwargs["answer"], strict=True)
+    return [float(text == answer and len(ids) == 1 and prompt == "2+2") for text, ids, prompt, answer in together]
+
+
+def ids_of_one(completion_ids: list[int]) -> float:
+    return float(sum(completion_ids) > 0)
+
+
+def test_functions_of_trl_need_not_name_the_completions():
+    task = Listed(*map(FunctionReward, (soft_overlong, all_in_kwargs, ids_of_one)))
+    with RewardRunner(task, num_generations=2, timeout=5.0) as runner:
+        found = runner.score(Sample("row", {"answer": "4", "prompt": "2+2"}), responses("4", "55"))
+    assert not found.failures
+    same(found.components["soft_overlong"], [1.0, 2.0])
+    same(found.components["all_in_kwargs"], [1.0, 0.0])
 
 
 def test_a_missing_column_is_named():

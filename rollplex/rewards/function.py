@@ -13,6 +13,9 @@ from rollplex.tasks.layout import PROMPT
 
 _OWN = {"prompt", "completion", "completion_ids"}
 """Columns that `**kwargs` does not bring, as with TRL: they are arguments of their own."""
+_ALWAYS = ("prompts", "completions", "completion_ids")
+"""What TRL gives every function, by name or in `**kwargs`."""
+_NONE: Mapping[str, Any] = {}
 
 
 class FunctionReward(Reward):
@@ -26,9 +29,10 @@ class FunctionReward(Reward):
     | `response` / `responses`, `sample` | `Rollout`, `Sample` | list of `Rollout`, `Sample` |
     | any column of the row | its value | list, the same for each |
 
-    A function with `completions` or `responses` is called once for a group and returns a list, another once for each
-    response. With `**kwargs` it gets all columns. So a reward function written for TRL works as it is, if
-    `completion_format` is what it expects.
+    A function with `completions`, `responses` or `prompts` is called once for a group and returns a list, another once
+    for each response. With `**kwargs` it gets all columns. One with `**kwargs` that names none of `completion`,
+    `response`, `prompt` is called for a group too, and finds prompts, completions and completion_ids there if it does
+    not name them. So a reward function written for TRL works as it is, if `completion_format` is what it expects.
     """
 
     def __init__(
@@ -54,7 +58,10 @@ class FunctionReward(Reward):
         self.open = any(p.kind is kinds.VAR_KEYWORD for p in parameters)
         named = [p for p in parameters if p.kind not in (kinds.VAR_KEYWORD, kinds.VAR_POSITIONAL)]
         self.parameters = {p.name: p.default is kinds.empty for p in named}
-        self.grouped = bool({"completions", "responses"} & set(self.parameters))
+        names = set(self.parameters)
+        self.grouped = bool({"completions", "responses", "prompts"} & names) or (
+            self.open and not {"completion", "response", "prompt"} & names
+        )
         if only := [p.name for p in parameters if p.kind is kinds.POSITIONAL_ONLY]:
             raise ValueError(f"FunctionReward: {self.name} takes {only} by position only; arguments are given by name")
 
@@ -80,19 +87,20 @@ class FunctionReward(Reward):
             "completion_ids": [r.token_ids.tolist() for r in responses],
             "prompts": [_prompt(sample)] * len(responses), "responses": list(responses), "sample": sample,
         }  # fmt: skip
-        return self._call({**repeated, **known}, repeated)
+        return self._call({**repeated, **known}, repeated, {name: known[name] for name in _ALWAYS})
 
     def _completion(self, response: Rollout) -> Any:
         return response.text if self.completion_format == "text" else [{"role": "assistant", "content": response.text}]
 
-    def _call(self, known: Mapping[str, Any], columns: Mapping[str, Any]) -> Any:
+    def _call(self, known: Mapping[str, Any], columns: Mapping[str, Any], more: Mapping[str, Any] = _NONE) -> Any:
+        """known: by name. columns, more: in `**kwargs`."""
         missing = [name for name, required in self.parameters.items() if required and name not in known]
         if missing:
             has = ", ".join(map(str, columns))[:200]
             raise ValueError(f"{self.name} wants {', '.join(missing)}; the row has {has}")
         given = {name: value for name, value in known.items() if name in self.parameters}
         rest = {name: value for name, value in columns.items() if name not in _OWN} if self.open else {}
-        return self.function(**{**rest, **given})
+        return self.function(**{**rest, **(more if self.open else {}), **given})
 
 
 def _prompt(sample: Sample) -> Any:
