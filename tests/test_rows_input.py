@@ -255,6 +255,17 @@ def test_tok_08_also_when_the_content_is_a_plain_string(tiny_processor):
     assert IMAGE_PAD not in prompt.input_ids and not prompt.media
 
 
+@pytest.mark.parametrize("cut", range(1, len("<|im_end|>")))
+@pytest.mark.parametrize("between", [[], [image(picture(56, 56))]], ids=["nothing", "a picture"])
+def test_tok_08_also_in_pieces(between, cut, tiny_processor):
+    """A template puts one text right behind another; some put the pictures before all of them."""
+    token = "<|im_end|>"
+    prompt = encode(tiny_processor, text(f"a{token[:cut]}"), *between, text(f"{token[cut:]}b"), text(token))
+    plain = encode(tiny_processor, text("a"), *between, text("b"))
+    special = [int(token) for token in prompt.input_ids if token >= 256]
+    assert special == [int(token) for token in plain.input_ids if token >= 256]
+
+
 def test_tok_11_image_tokens_without_pixels_are_an_error(tiny_processor):
     prompt = encoded(tiny_processor, picture(56, 56))
     check_placeholders(prompt, merge_size=2)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,12 @@ class BadRow(ValueError):
 
     def __str__(self) -> str:
         return f"row {self.row_id!r}{f' ({self.place})' if self.place else ''}: {self.reason}"
+
+
+def _checked_text(text: Any) -> str:
+    if not isinstance(text, str):
+        raise ValueError(f"text (and a role) must be a string, not {type(text).__name__}")
+    return text
 
 
 class PromptEncoder:
@@ -147,7 +154,7 @@ class PromptEncoder:
             for part in content:
                 kind = part.get("type") if isinstance(part, Mapping) else None
                 if kind == "text":
-                    parts.append({"type": "text", "text": self._as_plain_text(part["text"])})
+                    parts.append({"type": "text", "text": _checked_text(part["text"])})
                 elif kind in ("image", "video") and left == 0:
                     raise ValueError(f"more than {self._most_media} pictures and videos, and each needs a token")
                 elif kind == "image":
@@ -162,7 +169,8 @@ class PromptEncoder:
                     parts.append({"type": "video"})
                 else:
                     raise ValueError(f"unknown part {kind!r} in a message: it must be text, image or video")
-            clean.append({"role": self._as_plain_text(message["role"]), "content": parts})
+            self._make_plain([part for part in parts if part["type"] == "text"])
+            clean.append({"role": self._as_plain(_checked_text(message["role"])), "content": parts})
         return clean, images, videos
 
     def _open_video(self, part: Mapping[str, Any], max_bytes: int) -> Video:
@@ -170,10 +178,19 @@ class PromptEncoder:
             part["video"], fps=part.get("fps"), default_fps=self.video_fps, max_bytes=max_bytes, **self.video_limits
         )
 
-    def _as_plain_text(self, text: Any) -> str:
-        if not isinstance(text, str):
-            raise ValueError(f"text (and a role) must be a string, not {type(text).__name__}")
+    def _as_plain(self, text: str) -> str:
         return self._special.sub(lambda match: match[0][0] + _BREAK + match[0][1:], text)
+
+    def _make_plain(self, parts: list[dict[str, str]]) -> None:
+        """Text parts of one message, in place: a template may put one right behind another, whatever was between."""
+        joined = "".join(part["text"] for part in parts)
+        breaks = [match.start() + 1 for match in self._special.finditer(joined)]
+        start = 0
+        for part in parts:
+            text, end = part["text"], start + len(part["text"])
+            edges = [0, *(at - start for at in breaks if start < at <= end), len(text)]
+            part["text"] = self._as_plain(_BREAK.join(text[a:b] for a, b in pairwise(edges)))
+            start = end
 
     def _finish(
         self, sample: Sample, messages: list[dict[str, Any]], images: list[Image.Image], videos: list[Video]
