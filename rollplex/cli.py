@@ -119,7 +119,8 @@ class RollplexCLI(LightningCLI):
             )
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """A run that was asked to stop ends with one line and the exit code of its signal."""
+        """A run that was asked to stop ends with one line and, of several ranks the first, the exit code of its
+        signal."""
         self._check_last(subcommand)
         try:
             super()._run_subcommand(subcommand)
@@ -129,7 +130,8 @@ class RollplexCLI(LightningCLI):
             if stopped is None:
                 raise
             print(stopped.message, flush=True)
-            raise SystemExit(stopped.exit_code) from None
+            # A launcher kills the others once one has failed, and rank 0 may still be writing.
+            raise SystemExit(stopped.exit_code if self.trainer.is_global_zero else 0) from None
 
 
 IRRELEVANT = (

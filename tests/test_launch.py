@@ -8,11 +8,14 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
+from lightning.pytorch.cli import LightningCLI
 
-from rollplex.cli import main
+from rollplex.cli import RollplexCLI, main
 
 ROOT = Path(__file__).resolve().parent.parent
 SCALING = (ROOT / "docs" / "scaling.md").read_text()
@@ -106,6 +109,22 @@ def test_the_script_for_slurm_starts_the_run(tmp_path, monkeypatch, capsys):
 
 
 # ---- the page ----
+
+
+@pytest.mark.parametrize(("first", "code"), [(True, 143), (False, 0)])
+def test_of_a_stopped_run_the_first_rank_alone_ends_with_the_code_of_its_signal(monkeypatch, capsys, first, code):
+    """With another code than 0, a rank that is done would have the launcher kill the first one at its last work."""
+
+    def interrupted(self, subcommand):
+        raise SystemExit(1)  # Lightning's
+
+    monkeypatch.setattr(LightningCLI, "_run_subcommand", interrupted)
+    cli: Any = object.__new__(RollplexCLI)
+    stop = SimpleNamespace(exit_code=143, message="stopped by SIGTERM after 3 updates")
+    cli.trainer = SimpleNamespace(callbacks=[object(), stop], is_global_zero=first)
+    with pytest.raises(SystemExit) as ended:
+        cli._run_subcommand("fit")
+    assert ended.value.code == code and "stopped by SIGTERM" in capsys.readouterr().out
 
 
 def test_what_the_page_on_scaling_names_exists():
