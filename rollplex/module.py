@@ -258,7 +258,7 @@ class GRPOModule(WithRandomStates, WithEvaluation, LightningModule):
         share = None if ranks.alone else agree_on_share(getattr(batch, "places", range(len(batch))), ranks)
         if not (batch if share is None else share.groups):  # every row was bad; the data module has named them
             self.rollouts_done += 1
-            self.step_log.log({})
+            self.step_log.no_rows()
             return None
         self.random_states.begin()
         start = time.perf_counter()

@@ -8,6 +8,7 @@ import pickle
 import warnings
 from collections import Counter
 from itertools import chain
+from types import SimpleNamespace
 
 import lightning
 import numpy as np
@@ -25,6 +26,7 @@ from rollplex.data.records import Sample
 from rollplex.data.skipped import summary
 from rollplex.data.video import decode_video, open_video
 from rollplex.ranks import Ranks
+from rollplex.step_log import StepLog
 from rollplex.tasks.base import VLMTask
 
 
@@ -336,6 +338,25 @@ def test_a_whole_epoch_of_bad_rows_is_an_error(tiny_processor):
         pytest.raises(ValueError, match=r"the train split has not one usable row .* cannot ident"),
     ):
         list(data.train_dataloader())
+
+
+def test_a_rank_without_a_usable_row_goes_on_as_long_as_another_has_one(tiny_processor):
+    """With one row for each rank, a single bad one is all that its rank has."""
+    data = VLMDataModule(Rows(4, bad=(1, 3), validation=2), batch_size=2, shuffle=False).attach(tiny_processor)
+    data.trainer = SimpleNamespace(strategy=SimpleNamespace(ranks=Ranks(1, 2)), lightning_module=None)
+    data.setup("fit")
+    loader = data.train_dataloader()
+    with pytest.warns(UserWarning, match="skipped row"):
+        assert batches_of(loader) == [[], []]
+    logged: list[str] = []
+    trainer = SimpleNamespace(train_dataloader=loader, datamodule=data)
+    log = StepLog(SimpleNamespace(trainer=trainer, log=lambda name, *_, **__: logged.append(name)), Rows(4))
+    log.no_rows()
+    log.log({"reward": 1.0})
+    log.no_rows()
+    with pytest.raises(ValueError, match=r"the train split has not one usable row in 2 batches.* row 'train3': "):
+        log.no_rows()
+    assert logged == ["reward"] * 3  # NaN where it is missing
 
 
 def test_bad_row_in_validation_is_rejected_at_setup(tiny_processor):

@@ -14,6 +14,10 @@ from rollplex.tasks.base import Split
 from rollplex.whereabouts import Whereabouts
 
 
+def no_usable_row(split: Split, batches: int) -> str:
+    return f"the {split} split has not one usable row in {batches} batches, a whole epoch"
+
+
 class PromptLoader:
     """What Lightning iterates: lists of prompts, bad rows of its split taken out and reported."""
 
@@ -46,11 +50,8 @@ class PromptLoader:
                 self.report(row, self.split)
             prompts = [row for row in batch if isinstance(row, Prompt)]
             empty = 0 if prompts or not batch else empty + 1
-            if empty == len(self):
-                raise ValueError(
-                    f"the {self.split} split has not one usable row in {empty} batches, a whole epoch; "
-                    f"the last one: {bad[-1]}"
-                )
+            if empty == len(self) and self.world == 1:  # else other ranks may have rows, and they ask each other
+                raise ValueError(f"{no_usable_row(self.split, empty)}; the last one: {bad[-1]}")
             if self.world > 1:
                 places = [self.rank + self.world * i for i, row in enumerate(batch) if isinstance(row, Prompt)]
                 prompts = RankRows(prompts, places)
