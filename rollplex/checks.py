@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any, get_args
 
 from rollplex.grpo.advantages import ScaleRewards
@@ -13,6 +13,15 @@ from rollplex.kinds import check_flag, check_whole
 from rollplex.models.lora_settings import check_lora
 from rollplex.models.split_model import Part
 from rollplex.residency import LIFETIMES
+from rollplex.seeds import run_seed
+
+
+def settle_settings(h: MutableMapping[str, Any]) -> None:
+    """Give a setting of GRPOModule that was left to the run its value (checkpoints and ranks compare that), and check
+    all. Raises as `check_settings`."""
+    if h["seed"] is None:
+        h["seed"] = run_seed()
+    check_settings(h)
 
 
 def check_settings(h: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch import LightningModule
 
 from rollplex.checkpoints import RandomStates, WithRandomStates
-from rollplex.checks import KEPT_ON_RESUME, check_batches, check_reference, check_resume, check_settings
+from rollplex.checks import KEPT_ON_RESUME, check_batches, check_reference, check_resume, settle_settings
 from rollplex.data.records import Prompt, SamplingParams
 from rollplex.evaluation import WithEvaluation
 from rollplex.grpo.advantages import ScaleRewards
@@ -90,7 +90,7 @@ class GRPOModule(WithRandomStates, WithEvaluation, LightningModule):
         share_prefix: One prefix per prompt; false recomputes it for each response, the baseline of other systems.
         eval_num_generations: Responses per prompt in validation and test; above 1 gives pass@k.
         eval_temperature: 0 is greedy.
-        seed: Of sampling. Data order has its own (the data module's).
+        seed: Of sampling; None is that of seed_everything, or 0. The order of rows has its own (the data module's).
     """
 
     def __init__(
@@ -142,11 +142,11 @@ class GRPOModule(WithRandomStates, WithEvaluation, LightningModule):
         share_prefix: bool = True,
         eval_num_generations: int = 1,
         eval_temperature: float = 0.0,
-        seed: int = 0,
+        seed: int | None = None,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
-        check_settings(self.hparams)
+        settle_settings(self.hparams)
         self.automatic_optimization = False
         self.loss_settings = LossSettings(
             beta=beta, kl_estimator=kl_estimator, epsilon=epsilon, epsilon_high=epsilon_high, delta=delta,

@@ -1,6 +1,13 @@
-"""The random stream of each response."""
+"""A run's seed, and the random stream of each response."""
 
 from __future__ import annotations
+
+import os
+
+
+def run_seed() -> int:
+    """What Lightning's `seed_everything` was last called with, in this process or the one that started it; else 0."""
+    return int(os.environ.get("PL_GLOBAL_SEED", "0"))
 
 
 def request_seed(seed: int, step: int, group: int, index: int) -> int:

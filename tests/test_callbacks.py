@@ -485,7 +485,7 @@ def test_on_a_terminal_the_bars_show_phase_and_both_lanes(model, tmp_path):
 # ---- the command line's defaults ----
 
 
-def cli_callbacks(tmp_path: Path, model: Any, *arguments: str) -> list[str]:
+def parsed(tmp_path: Path, model: Any, *arguments: str) -> RollplexCLI:
     args = [
         "--model=rollplex.GRPOModule", f"--model.init_args.model={model}", "--data=rollplex.VLMDataModule",
         "--data.init_args.task=rollplex.tasks.digits.Digits", "--trainer.strategy=rollplex", "--trainer.accelerator=cpu",
@@ -493,8 +493,11 @@ def cli_callbacks(tmp_path: Path, model: Any, *arguments: str) -> list[str]:
     ]  # fmt: skip
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        cli = RollplexCLI(args=args, run=False)
-    return [type(callback).__name__ for callback in cli.trainer.callbacks]
+        return RollplexCLI(args=args, run=False)
+
+
+def cli_callbacks(tmp_path: Path, model: Any, *arguments: str) -> list[str]:
+    return [type(callback).__name__ for callback in parsed(tmp_path, model, *arguments).trainer.callbacks]
 
 
 def test_command_line_adds_its_callbacks_once(model, tmp_path):
@@ -569,3 +572,14 @@ def test_outputs_carry_groups_and_metrics(model, tmp_path):
     (out,) = module.seen
     assert [group.index for group in out["groups"]] == [0, 1] and out["metrics"]["reward"] <= 1
     assert torch.isfinite(out["loss"])
+
+
+def test_seed_everything_seeds_sampling_and_order_unless_they_have_their_own(model, tmp_path, monkeypatch):
+    def seeds(*arguments: str) -> tuple[int, int]:
+        cli = parsed(tmp_path, model, *arguments)
+        return cli.model.hparams["seed"], cli.datamodule.seed
+
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)  # put back afterwards
+    assert seeds("--seed_everything=false") == (0, 0)
+    assert seeds("--seed_everything=5") == (5, 5)
+    assert seeds("--seed_everything=5", "--model.init_args.seed=0", "--data.init_args.seed=3") == (0, 3)

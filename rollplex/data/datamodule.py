@@ -22,6 +22,7 @@ from rollplex.data.skipped import summary
 from rollplex.data.video import MAX_SECONDS
 from rollplex.models.registry import context_length
 from rollplex.ranks import Ranks
+from rollplex.seeds import run_seed
 from rollplex.tasks.base import Split, VLMTask
 from rollplex.whereabouts import Whereabouts
 
@@ -50,7 +51,7 @@ class VLMDataModule(LightningDataModule):
         batch_size: int = 8,
         val_batch_size: int = 32,
         shuffle: bool = True,
-        seed: int = 0,
+        seed: int | None = None,
         drop_last: bool = True,
         max_prompt_length: int | None = None,
         min_pixels: int | None = None,
@@ -71,7 +72,7 @@ class VLMDataModule(LightningDataModule):
             batch_size: prompts per rollout, of all ranks together (responses are `num_generations` times as many).
             val_batch_size: prompts per validation, test or predict batch; all rows are used there, in order.
             shuffle: draw the training order, another one each epoch; false takes rows as they come.
-            seed: of that order.
+            seed: of that order; None is that of seed_everything, or 0.
             drop_last: leave an epoch's last, smaller batch out (the rows left out differ between epochs).
             max_prompt_length: most tokens of a prompt, expanded vision tokens included; a longer one is a bad row. None
                 is what the model's context leaves.
@@ -99,7 +100,7 @@ class VLMDataModule(LightningDataModule):
         self.batch_size = batch_size
         self.val_batch_size = val_batch_size
         self.shuffle = shuffle
-        self.seed = seed
+        self.seed = run_seed() if seed is None else seed
         self.drop_last = drop_last
         self.encoder_settings: dict[str, Any] = {
             "max_prompt_length": max_prompt_length,
