@@ -199,9 +199,9 @@ def feed(folder: Path, processor, rows: int, seed: int) -> Counter[str]:
     return found
 
 
-@pytest.mark.parametrize("rows", [300, pytest.param(10_000, marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore")
-def test_fuzzed_rows(rows, tmp_path, tiny_processor):
+def test_ten_thousand_fuzzed_rows(tmp_path, tiny_processor):
+    rows = 10_000
     write_files(tmp_path)
     feed_first = tmp_path / "first"
     feed_first.mkdir()
