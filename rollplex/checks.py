@@ -78,6 +78,11 @@ def check_settings(h: Mapping[str, Any]) -> None:
             f"importance_sampling_mode={mode!r} must be null or one of {', '.join(get_args(ImportanceMode))}, and "
             f"importance_sampling_cap={cap} at least 1"
         )
+    if mode is not None and mode.endswith("mask") and cap == 1:
+        raise ValueError(
+            f"importance_sampling_cap=1 with {mode} drops tokens or responses at random: rounding makes a little more "
+            "or less than 1 of a perfect match. Set it above 1, e.g. 2"
+        )
     if h["lr_decay_steps"] is not None and h["lr_scheduler_type"] not in ("linear", "cosine"):
         raise ValueError(
             f"lr_decay_steps={h['lr_decay_steps']} has no effect with lr_scheduler_type={h['lr_scheduler_type']}; set "

@@ -266,6 +266,7 @@ def test_trainer_options_without_effect_are_refused(parity_folder, tmp_path, tra
         ({"scale_rewards": "bogus"}, "scale_rewards='bogus'"),
         ({"importance_sampling_mode": "bogus"}, "importance_sampling_mode='bogus'"),
         ({"importance_sampling_mode": "token_mask", "importance_sampling_cap": 0.0}, "importance_sampling_cap=0.0"),
+        ({"importance_sampling_mode": "token_mask", "importance_sampling_cap": 1.0}, "cap=1 with token_mask drops"),
         ({"adam_beta1": 2.0}, "adam_beta1=2.0"),
         ({"lr_decay_steps": 5}, "lr_decay_steps=5 has no effect"),
         ({"reward_timeout": 1e12}, "reward_timeout"),
