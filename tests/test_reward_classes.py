@@ -114,6 +114,16 @@ def test_numeric(text, answer, settings, wanted):
     assert worth(Numeric(**settings), text, answer) == wanted
 
 
+@pytest.mark.parametrize("number", [0.1, 123.45, -7.3, 0.5, 1e-7, 3.0])
+@pytest.mark.parametrize("stored", [float, lambda number: float(np.float32(number))], ids=["float64", "float32"])
+def test_a_number_is_right_as_it_was_written(number, stored):
+    """Many data sets have float32 columns, and tables hold whole numbers as 3.0 where a row has none."""
+    for reward in (Numeric(), ExactMatch()):
+        assert worth(reward, str(number), stored(number)) == 1.0
+    assert worth(ExactMatch(), "3", stored(3)) == 1.0
+    assert worth(ExactMatch(), "3", stored(3.5)) == worth(Numeric(), "16777216", 16777217.0) == 0.0
+
+
 def test_numeric_says_that_an_answer_is_no_number():
     with pytest.raises(ValueError, match="'blue' is no number"):
         worth(Numeric(), "4", "blue")

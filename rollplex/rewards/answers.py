@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import regex
 
 from rollplex.data.records import Rollout, Sample
 from rollplex.data.sources import need
 from rollplex.rewards.base import Reward
 from rollplex.rewards.extract import SECONDS, check_pattern, extract_answer, last_boxed
+
+LARGEST_FLOAT32 = 3.4e38
 
 _LETTER = regex.compile(
     r"(?i:answer|option|choice)(?:\s+is)?[:\s*]*\(?([A-Z])\b(?!')"  # The answer is (B)
@@ -50,14 +53,16 @@ class ExactMatch(_AnswerReward):
             ignore_case: compare without case.
 
         White space around both is no part of them, and inside them any is one space. An answer that is a list is right
-        with any of its entries.
+        with any of its entries. A whole number that a file holds as 3.0 (tables do, where a row has none) is right as 3
+        too.
         """
         super().__init__(extract, weight, name)
         self.ignore_case = ignore_case
 
     def score(self, sample: Sample, response: Rollout) -> float:
         given = extract_answer(response.text, self.extract)
-        return float(given is not None and self._plain(given) in {self._plain(a) for a in as_list(sample["answer"])})
+        wanted = {self._plain(form) for answer in as_list(sample["answer"]) for form in _forms(answer)}
+        return float(given is not None and self._plain(given) in wanted)
 
     def _plain(self, text: Any) -> str:
         plain = " ".join(str(text).split())
@@ -211,7 +216,20 @@ def as_list(answer: Any) -> list[Any]:
     """An answer, or a list of right ones, as a list. ValueError for an empty one, with which nothing could be right."""
     if isinstance(answer, list | tuple) and not answer:
         raise ValueError("the answer is an empty list; nothing could be right")
-    return list(answer) if isinstance(answer, list | tuple) else [answer]
+    return [_as_written(one) for one in (answer if isinstance(answer, list | tuple) else [answer])]
+
+
+def _as_written(answer: Any) -> Any:
+    """The number that was stored as a float32, which a file gives as 0.10000000149011612: 0.1."""
+    if not isinstance(answer, float) or not abs(answer) < LARGEST_FLOAT32 or float(np.float32(answer)) != answer:
+        return answer
+    return float(str(np.float32(answer)))
+
+
+def _forms(answer: Any) -> Iterator[Any]:
+    yield answer
+    if isinstance(answer, float) and answer.is_integer():
+        yield int(answer)
 
 
 def _boxed(text: str) -> str:
