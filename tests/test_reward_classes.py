@@ -144,11 +144,17 @@ def test_an_empty_list_of_answers_is_an_error(reward):
         ("The answer is B", "B", 1), ("The answer is (B).", "B", 1), ("Answer: B", "B", 1), ("**Answer:** B", "B", 1),
         ("Option A is wrong. The answer is B", "B", 1), ("A is wrong, so the answer is B.", "B", 1), ("so it is (b)", "B", 1),
         (r"A or \boxed{B}", "B", 1), ("red", "B", 1), ("B", "red", 1), ("B", 1, 1), ("A", 1, 0), ("", "B", 0),
-        ("I think nothing of it", "I", 0), ("the answer is a bee", "A", 0), ("A cat", "A", 0),
+        (r"\boxed{\text{B}}", "B", 1), (r"\boxed{\mathrm{(B)}}", "B", 1), (r"\boxed{\text{red}}", "B", 1),
+        (r"\boxed{\text{A}}", "B", 0), ("I think nothing of it", "I", 0), ("the answer is a bee", "A", 0), ("A cat", "A", 0),
     ],
 )  # fmt: skip
 def test_multiple_choice(text, answer, wanted):
     assert worth(MultipleChoice(), text, answer, options=["blue", "red", "green"]) == wanted
+
+
+def test_multiple_choice_reads_what_was_extracted_alike():
+    assert worth(MultipleChoice(extract="boxed"), r"so \boxed{\text{B}}", "B", options=["blue", "red"]) == 1.0
+    assert worth(MultipleChoice(), r"\boxed{\text{cm}}", r"\text{cm}", options=["m", r"\text{cm}"]) == 1.0
 
 
 @pytest.mark.parametrize(("answer", "wanted"), [("2", "C"), (2, "C"), (2.0, "C"), ("0", "A"), ("c", "C")])

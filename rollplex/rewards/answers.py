@@ -22,6 +22,7 @@ _LETTER = regex.compile(
     r"|\(([A-Za-z])\)",  # ... (B) ...
     regex.MULTILINE,
 )
+_UPRIGHT = regex.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf)\s*\{([^{}]*)\}")
 
 
 class _AnswerReward(Reward):
@@ -156,6 +157,7 @@ class MultipleChoice(_AnswerReward):
     The answer is a letter, or the text or number (from 0) of one of the row's `options`. In the response (the content
     of its last \\boxed{...}, if it has one) the letter is what follows "answer", "option" or "choice" last; else one at
     the beginning of a line, like "B." or "(B)"; else the last in parentheses; else the whole text may be an option's.
+    Where that finds none, it is looked for without the \\text{...} that it may be in.
     """
 
     def __init__(
@@ -175,7 +177,8 @@ class MultipleChoice(_AnswerReward):
         if text is None:
             return 0.0
         boxed = last_boxed(text)
-        given = self._letter(boxed if boxed is not None else text, options)
+        text = text if boxed is None else boxed
+        given = self._letter(text, options) or self._letter(_UPRIGHT.sub(r"\1", text), options)
         return float(given is not None and given == self._right(sample["answer"], options))
 
     def _options(self, given: Any) -> list[str]:
