@@ -75,10 +75,10 @@ def check_mark(path: Path, stage: int, ranks: int, train_tp: int = 1) -> None:
 def replace_folder(partial: Path, target: Path) -> None:
     """Give a complete folder its name, in the place of what had it."""
     aside = target.with_name(f".{target.name}.{os.getpid()}.old")
-    if target.exists():
+    if target.exists() or target.is_symlink():  # one that leads nowhere does not exist
         target.rename(aside)
     partial.rename(target)
-    if aside.is_dir():
+    if aside.is_dir() and not aside.is_symlink():  # ModelCheckpoint(save_last="link")
         shutil.rmtree(aside, ignore_errors=True)
     else:
         aside.unlink(missing_ok=True)

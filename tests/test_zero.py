@@ -733,6 +733,26 @@ def test_a_checkpoint_of_another_stage_or_number_of_ranks_is_refused(solo, tmp_p
         checkpoints.check_mark(tmp_path / "half", stage=2, ranks=1)
 
 
+@pytest.mark.parametrize("before", ["nothing", "folder", "file", "link", "broken link"])
+def test_a_checkpoint_takes_the_place_of_what_had_its_name_and_leaves_nothing_behind(tmp_path, before):
+    """ModelCheckpoint(save_last="link") makes last.ckpt a link to another checkpoint, which stays."""
+    partial, target, other = (tmp_path / name for name in (".last.ckpt.partial", "last.ckpt", "step=2.ckpt"))
+    for folder in (partial, other):
+        folder.mkdir()
+        (folder / "content").write_text(folder.name)
+    if before == "folder":
+        target.mkdir()
+        (target / "content").write_text("old")
+    elif before == "file":
+        target.write_text("old")
+    elif "link" in before:
+        target.symlink_to(other.name if before == "link" else "gone")
+    checkpoints.replace_folder(partial, target)
+    assert not target.is_symlink() and (target / "content").read_text() == partial.name
+    assert (other / "content").read_text() == other.name
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["last.ckpt", "step=2.ckpt"]
+
+
 @pytest.mark.parametrize(
     ("world", "name"),
     either([("solo", "export2"), ("pair", "export3"), ("pair", "export3_untied"), ("pair", "tensor_export2")], "{}"),
