@@ -100,7 +100,7 @@ class RolloutLogger(PhaseCallback):
         self._log(trainer, pl_module.rollouts_done, "val", groups)
 
     def _log(self, trainer: Any, step: int, split: str, groups: list[Group]) -> None:
-        if not trainer.is_global_zero:
+        if not trainer.is_global_zero or not groups:  # of a small batch this rank's rows may all be bad
             return
         folder = Path(self.dirpath) if self.dirpath else Path(trainer.default_root_dir) / "rollouts"
         records = [self._record(step, split, group, folder) for group in groups]

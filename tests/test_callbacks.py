@@ -291,6 +291,16 @@ def test_a_folder_with_earlier_runs_loses_nothing(model, tmp_path):
 # ---- samples ----
 
 
+def test_a_first_rank_whose_rows_of_a_batch_are_all_bad_logs_no_samples(tmp_path):
+    """W&B's table would be without a column for pictures to count."""
+    trainer = SimpleNamespace(
+        is_global_zero=True, default_root_dir=str(tmp_path), loggers=[object.__new__(WandbLogger)]
+    )  # fmt: skip
+    samples: Any = RolloutLogger(every_n_steps=1)
+    samples.on_train_batch_end(trainer, SimpleNamespace(rollouts_done=1), {"groups": []}, [], 0)
+    assert not list(tmp_path.iterdir())
+
+
 def test_rollout_logger_writes_pictures_prompts_responses_and_rewards(model, tmp_path):
     samples = RolloutLogger(every_n_steps=2, num_samples=3, num_responses=1)
     options = VALIDATE | {"val_check_interval": 1, "check_val_every_n_epoch": None}
