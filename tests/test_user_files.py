@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from ast import literal_eval
 from pathlib import Path
 
 import pytest
@@ -89,19 +90,22 @@ def test_the_report_shows_the_samples_and_the_curves(shapes, monkeypatch):
 
 
 def test_the_task_from_nothing_does_what_the_page_says(tmp_path):
-    (tmp_path / "halves.py").write_text(block("python", "# halves.py"))
+    (tmp_path / "gauge.py").write_text(block("python", "# gauge.py"))
     (tmp_path / "look.py").write_text(block("python", "# look.py"))
     done = subprocess.run([sys.executable, "look.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = done.stdout.splitlines()
     assert len(lines) == 16
     for at in range(0, 16, 4):
-        _, left, right, answer = lines[at].split()
-        assert answer == ("l" if int(left) < int(right) else "r")
+        answer = lines[at][-1]
+        top, bottom = (
+            shade > 122 for shade in literal_eval(lines[at][lines[at].index("[") : lines[at].index("]") + 1])
+        )
+        assert answer == {(False, False): "e", (False, True): "h", (True, True): "f"}[top, bottom]
         worth = {
             line.split()[0]: (line.count("'right': 1.0"), line.endswith("True")) for line in lines[at + 1 : at + 4]
         }
-        assert worth == {"l": (answer == "l",) * 2, "r": (answer == "r",) * 2, "left": (False, False)}
+        assert worth == {"h": (answer == "h",) * 2, "f": (answer == "f",) * 2, "full": (False, False)}
 
 
 @pytest.mark.slow
@@ -110,10 +114,17 @@ def test_the_task_from_nothing_learns(tmp_path):
     from rollplex.models.tiny import build_tiny
 
     build_tiny(tmp_path / "models" / "tiny-digits")
-    (tmp_path / "halves.py").write_text(block("python", "# halves.py"))
-    config = block("yaml", "colours.Colours", README).replace("colours.Colours", "halves.Halves")
-    (tmp_path / "halves.yaml").write_text(config)
-    command = [Path(sys.executable).with_name("rollplex"), "fit", "--config", "halves.yaml"]
+    (tmp_path / "gauge.py").write_text(block("python", "# gauge.py"))
+    config = block("yaml", "colours.Colours", README).replace("colours.Colours", "gauge.Gauge")
+    (tmp_path / "gauge.yaml").write_text(config)
+    command = [
+        Path(sys.executable).with_name("rollplex"),
+        "fit",
+        "--config",
+        "gauge.yaml",
+        "--trainer.max_steps",
+        "120",
+    ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     (table,) = (tmp_path / "runs").rglob("metrics.csv")
