@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from rollplex.data.prompt_loader import no_usable_row
 from rollplex.data.records import Group, Prompt, Request, Rollout, Sample, SamplingParams
 from rollplex.metrics import check_names, pass_at_k
 from rollplex.ranks import Ranks
 from rollplex.rewards.runner import RewardRunner
 from rollplex.seeds import request_seed
-from rollplex.tasks.base import VLMTask
+from rollplex.tasks.base import Split, VLMTask
 
 
 class Groups:
@@ -143,6 +144,8 @@ class WithEvaluation:
     _runners: dict[int, RewardRunner]
     sampling: Callable[..., SamplingParams]
     log: Callable[..., None]
+    _empty = 0
+    """Batches of the evaluation in progress without a usable row."""
 
     def rewards(self, num_generations: int) -> Any:
         """The `RewardRunner` of groups of that size, as the strategy's ranks share it."""
@@ -164,18 +167,30 @@ class WithEvaluation:
         )
 
     def validation_step(self, batch: list[Prompt], batch_idx: int) -> Any:
-        return self._score(batch, "val/")
+        return self._score(batch, "val/", batch_idx)
 
     def test_step(self, batch: list[Prompt], batch_idx: int) -> Any:
-        return self._score(batch, "test/")
+        return self._score(batch, "test/", batch_idx)
 
     def predict_step(self, batch: list[Prompt], batch_idx: int) -> Groups:
         return Groups(self.evaluate(batch))
 
-    def _score(self, batch: list[Prompt], prefix: str) -> list[Group]:
+    def _score(self, batch: list[Prompt], prefix: str, batch_idx: int) -> list[Group]:
         groups = self.evaluate(batch)
-        for name, (value, weight) in merge_means(self.ranks.gather(evaluation_metrics(groups, self.task))).items():
+        means = merge_means(self.ranks.gather(evaluation_metrics(groups, self.task)))
+        self._check_rows(prefix, batch_idx, empty=not means)
+        for name, (value, weight) in means.items():
             check_names({prefix + name: value})
             shown = name in ("reward", "accuracy")
             self.log(prefix + name, value, on_epoch=True, batch_size=weight, prog_bar=shown)
         return groups
+
+    def _check_rows(self, prefix: str, batch_idx: int, *, empty: bool) -> None:
+        """ValueError on every rank when none has had a usable row of the whole split."""
+        self._empty = (self._empty if batch_idx else 0) + empty
+        if not empty:
+            return
+        split: Split = "validation" if prefix == "val/" else "test"
+        loader = self.trainer.val_dataloaders if split == "validation" else self.trainer.test_dataloaders
+        if self._empty == len(loader):
+            raise ValueError(no_usable_row(split, self._empty))

@@ -9,6 +9,7 @@ import warnings
 from collections import Counter
 from itertools import chain
 from types import SimpleNamespace
+from typing import Any
 
 import lightning
 import numpy as np
@@ -25,6 +26,7 @@ from rollplex.data.images import open_image, to_rgb
 from rollplex.data.records import Sample
 from rollplex.data.skipped import summary
 from rollplex.data.video import decode_video, open_video
+from rollplex.evaluation import WithEvaluation
 from rollplex.ranks import Ranks
 from rollplex.step_log import StepLog
 from rollplex.tasks.base import VLMTask
@@ -357,6 +359,18 @@ def test_a_rank_without_a_usable_row_goes_on_as_long_as_another_has_one(tiny_pro
     with pytest.raises(ValueError, match=r"the train split has not one usable row in 2 batches.* row 'train3': "):
         log.no_rows()
     assert logged == ["reward"] * 3  # NaN where it is missing
+
+
+def test_an_evaluation_without_a_usable_row_on_any_rank_is_an_error():
+    module: Any = WithEvaluation()
+    module.trainer = SimpleNamespace(val_dataloaders=[[], []], test_dataloaders=[[]])
+    for batches in ((True, False), (False, True), (True,)):  # a sanity check has fewer
+        for number, empty in enumerate(batches):
+            module._check_rows("val/", number, empty=empty)
+    with pytest.raises(ValueError, match="the validation split has not one usable row in 2 batches"):
+        module._check_rows("val/", 1, empty=True)
+    with pytest.raises(ValueError, match="the test split has not one usable row in 1 batches"):
+        module._check_rows("test/", 0, empty=True)
 
 
 def test_bad_row_in_validation_is_rejected_at_setup(tiny_processor):
