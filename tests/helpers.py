@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 
 from rollplex.data.records import Prompt, Sample
+from rollplex.models.rope_order import keep_order
 
 
 def picture(width: int, height: int, seed: int = 0) -> Image.Image:
@@ -44,8 +45,16 @@ def make_prompt(processor: Any, text: str, *, images=(), video_frames: int = 0, 
     )
 
 
+def ordered(model: Any) -> Any:
+    """Transformers' model, numbering what follows a video by the family's rule; test_rope_order.py has that by hand."""
+    if hasattr(model.model, "get_rope_index"):
+        keep_order(model.model)
+    return model
+
+
 def monolithic_logps(model: Any, prompt: Prompt, response: torch.Tensor, temperature: float, banned=()) -> torch.Tensor:
     """Transformers' own forward over one full sequence, alone, unpadded: log-probs of the response tokens (R,)."""
+    ordered(model)
     ids = torch.cat([prompt.input_ids, response])[None]
     types = torch.cat([prompt.mm_token_type_ids, torch.zeros_like(response)])[None]
     model.set_attn_implementation("sdpa")

@@ -16,7 +16,7 @@ import pytest
 import torch
 from engine_helpers import drain, requests_for, started, trainer_logps
 from families import NAMES, PARITY, ROWS, Rows, encoded, fresh, same_shape, video
-from helpers import picture, relative_error
+from helpers import ordered, picture, relative_error
 from rich.console import Console
 from runs import run as train
 from runs import same_bits, weights
@@ -241,7 +241,7 @@ def test_lost_pixels_and_lost_tokens_are_found(family, monkeypatch):
 
 def greedy(family, actor, n: int) -> list[list[int]]:
     """Transformers' greedy tokens of each prompt."""
-    hf = copy.deepcopy(family.model).eval()
+    hf = ordered(copy.deepcopy(family.model)).eval()
     hf.set_attn_implementation("sdpa")
     hf.generation_config = type(hf.generation_config)(pad_token_id=256, eos_token_id=None)
     found = []

@@ -18,7 +18,7 @@ import torch
 import yaml
 from engine_helpers import drain, requests_for, started, trainer_logps
 from families import PARITY, Rows, encoded
-from helpers import relative_error
+from helpers import ordered, relative_error
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lora_cases import RANDOM, WIDE
 from rich.console import Console
@@ -126,7 +126,7 @@ def test_engine_runs_the_adapters_on_the_trainers_tensors(policy):
     actor = policy.actor
     engine = started(actor, policy.processor)
     assert engine._model.shares_storage_with(actor)
-    merged = merged_model(actor.hf)
+    merged = ordered(merged_model(actor.hf))
     plain = split(copy.deepcopy(merged))
     for t in (0.0, 1.0):
         engine.submit(requests_for(policy.prompts, SamplingParams(max_tokens=8, temperature=t), g=2))

@@ -132,8 +132,8 @@ def test_greedy_tokens_equal_generate(actor, engine, prompts):
         assert rollout.finish_reason == "length"
 
 
-def test_positions_after_a_video_are_the_trainers(actor, engine, prompts):
-    """vLLM's own go on past the video's last second, transformers' past its width: so vLLM is given the trainer's."""
+def test_positions_after_a_video_are_the_trainers_and_vllms_own(actor, engine, prompts):
+    """The video is longer than it is wide: text goes on past its last second."""
     slow = prompts[3]
     ids = slow.input_ids.tolist()
     positions_31P, next_1 = actor.positions([slow])
@@ -149,8 +149,10 @@ def test_positions_after_a_video_are_the_trainers(actor, engine, prompts):
     positions_3P, delta = model.get_mrope_input_positions(ids, features)
     assert torch.equal(positions_3P, positions_31P[:, 0]) and delta == int(next_1) - len(slow)
     theirs_3P, _ = type(model).get_mrope_input_positions(model, ids, features)
-    assert torch.equal(theirs_3P[:, :19], positions_3P[:, :19])  # up to the video's end
-    assert not torch.equal(theirs_3P, positions_3P), "vLLM agrees with transformers now: use_positions can go"
+    assert torch.equal(theirs_3P, positions_3P)
+    text = positions_3P[0][slow.mm_token_type_ids == 0]
+    video_3V = positions_3P[:, slow.mm_token_type_ids == 2]
+    assert video_3V[0].max() > video_3V[1:].max() and text[-1] > video_3V.max()
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.3])

@@ -151,8 +151,7 @@ class PromptConverter:
     def positions(self, input_tokens: Sequence[int], mm_features: Sequence[Any]) -> tuple[Tensor, int]:
         """(3, P) int64 positions of a converted prompt, and first response position minus P: the trainer's.
 
-        In the place of the `get_mrope_input_positions` of vLLM's model. That one disagrees with transformers 5 about
-        what follows a video: text goes on past the largest position there, past the spatial extent alone here.
+        In the place of the `get_mrope_input_positions` of vLLM's model (see `vllm_patches.use_positions`).
         """
         n = len(input_tokens)
         if not mm_features:

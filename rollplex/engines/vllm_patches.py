@@ -163,9 +163,9 @@ def process_state_kept() -> Iterator[None]:
 def use_positions(model: Any, positions: Callable[[Sequence[int], Sequence[Any]], tuple[Tensor, int]]) -> None:
     """Let vLLM's model take prompt positions from `positions(input_tokens, mm_features)`.
 
-    Cause: its own (get_mrope_input_positions, e.g. vllm/model_executor/models/qwen2_5_vl.py) continue after a video at
-    the largest position of any axis, transformers 5 (get_rope_index) at the spatial extent: rollout and update would
-    see different models wherever a video is longer than it is wide.
+    Cause: its own (get_mrope_input_positions, e.g. vllm/model_executor/models/qwen2_5_vl.py) are a second writing of
+    the family's rule. Both kept it when this was written, but transformers 5 has changed its own several times
+    (huggingface/transformers#45325, #45381, #48669): rollout and update would see different models, unnoticed.
     """
     assert callable(model.get_mrope_input_positions)
     model.get_mrope_input_positions = positions

@@ -5,7 +5,7 @@ Shape legend: B prompts, P prompt tokens, H hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,11 +15,23 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from rollplex.data.records import Prompt
 from rollplex.models.attention import STATE_KEYWORD
 from rollplex.models.prefix import RecordPrefix
+from rollplex.models.rope_order import keep_order
 from rollplex.models.split_model import Kind, Part, SplitModel
 
 
 class Qwen2_5VL(SplitModel):
     model_type = "qwen2_5_vl"
+
+    def __init__(self, hf: Any, **settings: Any) -> None:
+        """As of `SplitModel`."""
+        super().__init__(hf, **settings)
+        keep_order(hf.model)
+
+    def twin(self, tensor_of: Callable[[nn.Parameter], Tensor], *, adapters: bool = True) -> SplitModel:
+        """As of `SplitModel`."""
+        twin = super().twin(tensor_of, adapters=adapters)
+        keep_order(twin.hf.model)
+        return twin
 
     @property
     def language_model(self) -> nn.Module:
