@@ -16,6 +16,7 @@ from torch import nn
 
 from rollplex.checks import check_split_adapters, check_stage
 from rollplex.colocation import LastWords, check_module, check_same, check_trainer, make_colocation
+from rollplex.deepspeed_build import warn_of_locks
 from rollplex.deepspeed_checkpoints import WithShardedCheckpoints
 from rollplex.deepspeed_gradients import ShardedGradients
 from rollplex.deepspeed_offload import StateOffload, WithStateOffload
@@ -153,6 +154,7 @@ class RollplexDeepSpeedStrategy(
         reset_seed()
         self.set_world_ranks()
         self.topology  # noqa: B018 (degrees that do not fit the number of processes, before any of them waits)
+        warn_of_locks()
         self._init_deepspeed_distributed()
 
     def setup(self, trainer: Any) -> None:

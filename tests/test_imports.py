@@ -70,7 +70,10 @@ LAYERS = [
     (
         "strategy",
         {"colocation", "ddp_strategy", "strategy"}
-        | {f"deepspeed_{part}" for part in ("checkpoints", "gradients", "offload", "strategy", "tensor_parallel")},
+        | {
+            f"deepspeed_{part}"
+            for part in ("build", "checkpoints", "gradients", "offload", "strategy", "tensor_parallel")
+        },
     ),
     ("module", {"export", "module"}),
     ("cli", {"__main__", "ablation", "cli", "comparison", "config_names", "parity", "verify"}),

@@ -50,7 +50,7 @@ def launch(
         text=True, timeout=550,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    (folder / "output.txt").write_text(done.stdout)
+    (folder / "output.txt").write_text(done.stdout + done.stderr)
     reports = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
     return reports, [torch.load(folder / f"weights{rank}.pt") for rank in range(ranks)]
 
@@ -79,7 +79,9 @@ def check(reports: list[dict[str, Any]], weights: list[dict[str, torch.Tensor]])
 def test_degrees_of_trainer_and_engine_are_independent(split_folders, tmp_path, ranks, train_tp, rollout_tp, stage):
     reports, weights = launch(tmp_path, split_folders(max(2, train_tp)), ranks, train_tp, rollout_tp, stage)
     check(reports, weights)
-    assert f"train TP {train_tp}, rollout TP {rollout_tp}" in (tmp_path / "output.txt").read_text()  # the plan's table
+    assert (
+        f"train TP {train_tp}, rollout TP {rollout_tp}" in (tmp_path / "output.txt").read_text()
+    )  # as every run says it
     for report in reports:
         classes = report["classes"]
         # The storage that there is, counted by address, is what the plan calls fetched or rebuilt; no second copy.

@@ -26,7 +26,6 @@ from rollplex.callbacks import GroupStreaming, PrefixOverlap, SharedWeights
 from rollplex.data.records import SamplingParams
 from rollplex.engines import VLLMEngine
 from rollplex.phases import PhaseCallback
-from rollplex.weights.audit import table
 
 LENGTH = 8
 LIMIT = 500
@@ -92,8 +91,6 @@ class Watch(PhaseCallback):
             self._by_class(plan.on(gpu), vllm_model(engine), binding, trained)
             self.report["engine_bytes"] = sum(self.report["seen"].values())
             self.report["ranks"] = [plan.train_rank(gpu), plan.rollout_rank(gpu)]
-            if trainer.global_rank == 0:
-                print(table(plan), flush=True)
 
     def _by_class(self, entries: Any, model: Any, binding: Any, trained: dict[int, int]) -> None:
         """Bytes that the engine really reads for the entries of each class, and names of those that lie elsewhere than

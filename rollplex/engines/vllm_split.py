@@ -11,13 +11,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
 from rollplex.checks import check_shared_adapters
 from rollplex.engines.vllm_sharing import bind, check_shared
 from rollplex.engines.vllm_weights import is_blind, present, wanted
 from rollplex.models.split_model import SplitModel
-from rollplex.weights.audit import audit
+from rollplex.weights.audit import audit, table
 from rollplex.weights.families import Heads
 from rollplex.weights.gathering import Gathering
 from rollplex.weights.layout import Entry, LayoutPlan, plan_layout, shapes_of
@@ -43,6 +44,7 @@ class SplitWeights:
         self.plan = make_plan(model, source, tp)
         assert self.plan.rollout_rank(self.rank) == get_tensor_model_parallel_rank(), "vLLM's groups are not ours"
         audit(self.plan, whole_shapes(model, source), _engine_shapes(self.plan, model))
+        rank_zero_info(table(self.plan))
         small_group = [0] if shards is None else shards.small_group
         self.gathering = Gathering(self.plan, self.rank, small_group, shards and shards.gather_group, source.device)
         self._views = self._present_views()
