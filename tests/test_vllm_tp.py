@@ -17,6 +17,9 @@ pytestmark = [pytest.mark.vllm, pytest.mark.distributed]
 pytest.importorskip("vllm")
 
 HERE = Path(__file__).resolve().parent
+BAR = 4e-5
+"""Of log-probabilities (nats, down to -11), float32: at width 256 and std 0.1 layers magnify the rounding of sums that are
+cut in two, to 1e-5 or 2e-5 for the worst of some hundred tokens; the processor decides. A wrong slice is off by 1."""
 
 
 def launch(folder: Path, ranks: int, weights: str, vision: str, family: str) -> list[dict]:
@@ -53,7 +56,7 @@ def test_ranks_agree_and_equal_the_trainer(tmp_path, ranks, weights, vision, fam
     for report in reports:
         for state in ("before", "after"):
             assert all(report[state]["greedy_equal"]), (report["rank"], state)
-            assert report[state]["logps_error"] < 2e-5
+            assert report[state]["logps_error"] < BAR, report[state]["logps_error"]
             assert report[state]["sampled"] == reports[0][state]["sampled"]
         assert report["before"]["sampled"] != report["after"]["sampled"]
         assert report["aborted"] == reports[0]["aborted"] and max(report["aborted"]) > 1
