@@ -112,7 +112,7 @@ def warn_of_earlier(trainer: Any) -> None:
                 f"{folder} holds checkpoints of an earlier run ({', '.join(found[:3])}{', ...' * (len(found) > 3)}); "
                 "this one starts anew and saves beside them (last-v1.ckpt and so on), and --ckpt_path last will take "
                 "the newest. To go on with the earlier run give --ckpt_path last; to keep the two apart set "
-                "trainer.default_root_dir or the ModelCheckpoint's dirpath to another folder",
+                "the ModelCheckpoint's dirpath and the loggers' save_dir to another folder",
                 stacklevel=2,
             )
 

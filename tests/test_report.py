@@ -248,6 +248,14 @@ def curves(folder, **columns):
     (folder / "metrics.csv").write_text("\n".join([f"step,{names}", *lines]) + "\n")
 
 
+def test_the_curves_are_of_the_newest_run_that_trained(tmp_path):
+    curves(tmp_path / "version_0", reward=[1, 2, 3])
+    (tmp_path / "version_1").mkdir()
+    (tmp_path / "version_1" / "metrics.csv").write_text("step,val/accuracy\n0,1.0\n")
+    os.utime(tmp_path / "version_0" / "metrics.csv", (1, 1))
+    assert read_scalars(tmp_path)["reward"].values == (1, 2, 3)
+
+
 def told(run) -> dict[str, tuple[str, str]]:
     return {label: (value, remark) for label, value, remark in tiles(run)}
 

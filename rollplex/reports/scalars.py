@@ -54,7 +54,7 @@ def read_curves(folder: Path) -> Curves | None:
     """Of CSVLogger's files, else of TensorBoard's; None without any.
 
     A version that begins later than the one before it continues that one (a resumed run); one that begins anew is
-    another run, and only the newest counts.
+    another run, and only the newest counts. Versions that trained go before those that only evaluated.
     """
     files = newest(folder.rglob("metrics.csv"))
     read = _csv_points
@@ -62,6 +62,9 @@ def read_curves(folder: Path) -> Curves | None:
         files, read = newest(folder.rglob("*tfevents*")), _event_points
     if not files:
         return None
+    evaluations = [path for path in files if "reward" not in read(path)]
+    if len(evaluations) < len(files):  # `validate` after a run writes a version too
+        files = [*evaluations, *(path for path in files if path not in evaluations)]
     parts: list[dict[str, dict[float, float]]] = []
     begins = math.inf
     for path in reversed(files):
