@@ -62,13 +62,12 @@ def read_curves(folder: Path) -> Curves | None:
         files, read = newest(folder.rglob("*tfevents*")), _event_points
     if not files:
         return None
-    evaluations = [path for path in files if "reward" not in read(path)]
-    if len(evaluations) < len(files):  # `validate` after a run writes a version too
-        files = [*evaluations, *(path for path in files if path not in evaluations)]
+    known = {path: read(path) for path in files}
+    files.sort(key=lambda path: "reward" in known[path])  # `validate` after a run writes a version too
     parts: list[dict[str, dict[float, float]]] = []
     begins = math.inf
     for path in reversed(files):
-        points = read(path)
+        points = known[path]
         first = min((step for by_step in points.values() for step in by_step), default=math.inf)
         if first >= begins:
             break
