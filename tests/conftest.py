@@ -45,6 +45,57 @@ def parity_folder(tmp_path_factory):
     return build_tiny(tmp_path_factory.mktemp("models") / "parity", init_std=0.1, seed=1)
 
 
+@pytest.fixture
+def patient(monkeypatch):
+    """The embedded engine leaves the trainer time, so that what can be overlapped is, however busy the machine: it
+    decodes nothing of a window with open units before one has run in it, and nothing while one runs."""
+    import copy
+    import threading
+    import time
+
+    from rollplex.engines.torch_engine import TorchEngine
+    from rollplex.phases import Phase
+    from rollplex.schedule import Executor
+
+    overlapped, busy = threading.Event(), threading.Event()
+    overlapped.set()
+    submit, loop, run, decode = Executor._submit, Executor._overlapped, Executor._run, TorchEngine._decode
+
+    def _submit(self, requests, state):
+        if self.openers and self.machine.phase is Phase.ROLLOUT:
+            overlapped.clear()
+        submit(self, requests, state)
+
+    def _overlapped(self, pending, state, collect):
+        opened = copy.copy(state)
+        opened.window_open = True
+        if not any(self._ready(u, state) and any(opens(u, opened) for opens in self.openers) for u in pending):
+            overlapped.set()
+        loop(self, pending, state, collect)
+
+    def _run(self, unit, state, *, before=False):
+        if not before:
+            busy.set()
+        try:
+            run(self, unit, state, before=before)
+        finally:
+            busy.clear()
+            overlapped.set()
+
+    def _decode(self):
+        if not overlapped.wait(2):  # no unit was admitted: for the test to tell
+            overlapped.set()
+        time.sleep(0.003)
+        while busy.is_set():
+            time.sleep(0.001)
+        return decode(self)
+
+    monkeypatch.setattr(Executor, "_submit", _submit)
+    monkeypatch.setattr(Executor, "_overlapped", _overlapped)
+    monkeypatch.setattr(Executor, "_run", _run)
+    monkeypatch.setattr(TorchEngine, "_decode", _decode)
+
+
 @pytest.fixture(scope="session")
 def engine_process(tmp_path_factory):
     """An engine server (`engine_helpers.LentProcess`) for all tests: seconds to start."""

@@ -132,7 +132,7 @@ def serial_real(parity_folder, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_every_schedule_gives_the_same_bits(parity_folder, tmp_path, serial_real, name):
+def test_every_schedule_gives_the_same_bits(parity_folder, tmp_path, serial_real, patient, name):
     other = fit_real(parity_folder, tmp_path, SCHEDULES[name]())
     assert all(out["metrics"]["groups_resampled"] > 0 for out in serial_real.seen)
     assert other.seen[0]["metrics"].get("time/hidden", 0.0) > 0 or name == "reuse"

@@ -102,7 +102,7 @@ def only_overlap(monkeypatch):
 # ---- a sound build ----
 
 
-def test_all_schedules_agree_and_the_table_shows_that_they_overlapped(config, verify):
+def test_all_schedules_agree_and_the_table_shows_that_they_overlapped(config, verify, patient):
     listed = [{"class_path": "rollplex.callbacks.RolloutLogger"}, {"class_path": "rollplex.callbacks.PrefixOverlap"}]
     code, text, report = verify(config(callbacks=listed, beta=0.04), "--steps", "2")
     assert code == 0 and report["passed"] and "PASSED" in text, text
@@ -147,7 +147,7 @@ def test_cases_all_runs_each_case_with_its_settings(config, verify, monkeypatch,
 
 
 @pytest.mark.slow
-def test_whole_sweep_passes(config, verify):
+def test_whole_sweep_passes(config, verify, patient):
     code, text, report = verify(config(), "--steps", "2", "--cases", "all")
     assert code == 0, text
     for case in report["sweep"]:
@@ -255,7 +255,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("fault", "named", "settings"), FAULTS, ids=lambda x: getattr(x, "__name__", ""))
-def test_a_fault_is_caught_and_named(config, verify, broken, only_overlap, fault, named, settings):
+def test_a_fault_is_caught_and_named(config, verify, broken, patient, only_overlap, fault, named, settings):
     broken(fault)
     code, text, report = verify(config(**settings), "--steps", "2" if fault is stale_prefix else "1")
     overlap = report["case"]["schedules"]["overlap"]
@@ -268,7 +268,7 @@ def test_a_fault_is_caught_and_named(config, verify, broken, only_overlap, fault
         assert overlap["mismatch"]["max"] > 10 * report["case"]["serial"]["mismatch"]["max"]
 
 
-def test_a_fault_in_free_order_is_caught_too(config, verify, broken, monkeypatch):
+def test_a_fault_in_free_order_is_caught_too(config, verify, broken, patient, monkeypatch):
     monkeypatch.setattr(command, "OTHERS", OTHERS[2:])
     broken(dropped_backward)
     code, _, report = verify(config(), "--steps", "1")
@@ -294,7 +294,7 @@ def test_an_error_names_the_schedule(config, broken, verify, only_overlap):
 # ---- empty proofs ----
 
 
-def test_nothing_streamed_is_said(config, verify):
+def test_nothing_streamed_is_said(config, verify, patient):
     """All responses have full length: no group is complete before the rollout ends."""
     code, text, report = verify(config(stop=None, max_completion_length=3, scale_rewards="batch"), "--steps", "1")
     schedules = report["case"]["schedules"]
