@@ -7,6 +7,8 @@ import warnings
 from collections.abc import Mapping, MutableMapping
 from typing import Any, get_args
 
+from lightning.pytorch.utilities import rank_zero_warn
+
 from rollplex.grpo.advantages import ScaleRewards
 from rollplex.grpo.importance import ImportanceMode
 from rollplex.kinds import check_flag, check_whole
@@ -158,6 +160,22 @@ KEPT_ON_RESUME = (
 """Settings that live on in the checkpoint's optimizer and schedule: a changed one would be ignored."""
 
 
+def check_trainer(settings: Mapping[str, Any]) -> None:
+    """Settings of Lightning's Trainer that only its own optimization loop has. Lightning refuses them too, without a
+    word of what stands in their place here."""
+    clip, sums = settings.get("gradient_clip_val"), settings.get("accumulate_grad_batches")
+    if clip not in (None, 0):
+        raise ValueError(
+            f"trainer.gradient_clip_val={clip} is for Lightning's own loop; remove it and set model.max_grad_norm"
+        )
+    if sums not in (None, 1):
+        raise ValueError(
+            f"trainer.accumulate_grad_batches={sums} is for Lightning's own loop; remove it. An update sums the "
+            "gradients of all its prompts, model.prompts_per_pass at a time: lower that to save memory, raise "
+            "data.batch_size for more prompts in an update"
+        )
+
+
 def check_reference(saved: Any, module: Any) -> None:
     """A run whose reference model, or base model of adapters, is not the one it started from: ValueError. saved: the
     checkpoint's print of it."""
@@ -181,6 +199,21 @@ def check_resume(saved: Mapping[str, Any], module: Any) -> None:
             f"{', '.join(changed)}: the optimizer in the checkpoint keeps its own, so the change would be ignored. Set "
             "the old values, or export the checkpoint and start a new run from that folder"
         )
+
+
+def warn_resume(saved: Mapping[str, Any], module: Any) -> None:
+    """Say which other settings a training run that continues did not begin with: they count from here on.
+
+    Args:
+        saved: The hyper-parameters in the checkpoint.
+    """
+    trainer = getattr(module, "_trainer", None)
+    if trainer is None or trainer.state.fn != "fit":
+        return
+    now = {name: value for name, value in module.hparams.items() if not name.startswith("_")}
+    changed = [f"{k}={v!r} (was {saved[k]!r})" for k, v in now.items() if k in saved and saved[k] != v]
+    if changed:
+        rank_zero_warn(f"the run continues with other settings than those of its checkpoint: {', '.join(changed)}")
 
 
 # ---- strategy, engine and callbacks ----

@@ -15,11 +15,13 @@ from typing import Any
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningCLI, instantiate_class
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from transformers.utils import logging as transformers_logging
 
 import rollplex.ddp_strategy
 import rollplex.deepspeed_strategy
 import rollplex.strategy  # noqa: F401  (they register their names)
+from rollplex.checks import check_trainer
 from rollplex.config_names import check_command
 from rollplex.data.datamodule import VLMDataModule
 from rollplex.engines.remote_link import EngineProcessError
@@ -88,6 +90,7 @@ class RollplexCLI(LightningCLI):
         )
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
+        check_trainer(config)
         chosen = config.get("callbacks") or []
         chosen = list(chosen) if isinstance(chosen, list | tuple) else [chosen]
         defaults = []
@@ -210,6 +213,8 @@ def of_settings(error: BaseException) -> BaseException | None:
     ours = _unwrapped(error) or (error if _all_of_parser(error) else None)
     names = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
     early = "setup" in names if isinstance(ours, EngineProcessError) else isinstance(ours, ValueError)
+    if isinstance(error, MisconfigurationException):  # Lightning's own, of what this machine or its Trainer lacks
+        ours, early = error, "lightning" in _package(error)[0]
     return ours if early and not names & STEPS else None
 
 
@@ -243,7 +248,7 @@ def main(args: list[str] | None = None) -> None:
         return
     try:
         RollplexCLI(args=args)
-    except (ValueError, EngineProcessError) as error:
+    except (ValueError, EngineProcessError, MisconfigurationException) as error:
         ours = of_settings(error)
         if args is not None or os.environ.get(TRACEBACK) or ours is None:
             raise

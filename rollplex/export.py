@@ -31,7 +31,9 @@ def export(policy: Any, processor: Any, out_dir: str | Path, *, overwrite: bool 
     out = Path(out_dir)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         if not overwrite:
-            raise FileExistsError(f"{out} exists: choose another folder, or set overwrite to replace an export")
+            raise FileExistsError(
+                f"{out} exists: choose another folder, or set overwrite=True (--overwrite) to replace an export"
+            )
         if not _is_export(out):
             raise FileExistsError(f"{out} exists and holds no exported model: choose another folder")
     out.parent.mkdir(parents=True, exist_ok=True)

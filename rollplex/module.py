@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch import LightningModule
 
 from rollplex.checkpoints import RandomStates, WithRandomStates
-from rollplex.checks import KEPT_ON_RESUME, check_batches, check_reference, check_resume, settle_settings
+from rollplex.checks import KEPT_ON_RESUME, check_batches, check_reference, check_resume, settle_settings, warn_resume
 from rollplex.data.records import Prompt, SamplingParams
 from rollplex.evaluation import WithEvaluation
 from rollplex.grpo.advantages import ScaleRewards
@@ -340,11 +340,11 @@ class GRPOModule(WithRandomStates, WithEvaluation, LightningModule):
         if state is None:
             raise ValueError("this checkpoint was not written by Rollplex; start from a model folder instead")
         check_resume(state.get("settings", {}), self)
+        warn_resume(checkpoint.get("hyper_parameters", {}), self)
         add_base_weights(checkpoint, self.actor)
         self.rollouts_done = state["rollouts_done"]
         self.actor.version = state["weights_version"]
-        random = state["random"]
-        if isinstance(random, list):
-            random = random[min(self.ranks.rank, len(random) - 1)]
-        self.random_states.load_state_dict(random)
+        kept = state["random"]
+        own = kept[min(self.ranks.rank, len(kept) - 1)] if isinstance(kept, list) else kept
+        self.random_states.load_state_dict(own)
         check_reference(state["reference_print"], self)

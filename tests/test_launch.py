@@ -183,6 +183,12 @@ def test_a_wrong_setting_is_one_line_and_any_other_error_keeps_its_traceback(mon
         main()
     err = capsys.readouterr().err
     assert end.value.code == 2 and f"error: {words}" in err and "Traceback" not in err
+    monkeypatch.setattr(sys, "argv", ["rollplex", *fit, "--trainer.accelerator", "mps"])
+    with pytest.raises(SystemExit) as lacking:  # Lightning's own words of what the machine lacks
+        main()
+    err = capsys.readouterr().err
+    assert lacking.value.code == 2 and "error: `MPSAccelerator` can not run" in err and "Traceback" not in err
+    monkeypatch.setattr(sys, "argv", ["rollplex", *fit, *wrong])
     with pytest.raises(ValueError, match=words):  # from Python it is the error itself
         main([*fit, *wrong])
     monkeypatch.setenv("ROLLPLEX_TRACEBACK", "1")
@@ -204,6 +210,8 @@ NOBODY = "address: '127.0.0.1:1', key_file: key, start_timeout: 0.1"
     [
         (["--model.dynamic_sample", "true", "--model.num_mini_batches", "2"], "dynamic_sample with num_mini_batches=2"),
         (["--model.lora", "{r: 0}"], "lora: r=0 must be a whole number"),
+        (["--trainer.gradient_clip_val", "1.0"], "trainer.gradient_clip_val=1.0 is for Lightning's own loop"),
+        (["--trainer.accumulate_grad_batches", "2"], "trainer.accumulate_grad_batches=2 is for Lightning's own loop"),
         (["--data.task.image_size", "2"], "image_size=2 must be at least 8"),
         (["--trainer.strategy.engine", REMOTE % "timeout: -1"], "timeout=-1"),
         (["--trainer.callbacks", "[]", "--trainer.strategy.engine", REMOTE % NOBODY], "no engine server answers at 127.0.0.1:1"),

@@ -93,6 +93,8 @@ ENGINE, OFFLOAD = f"{STRATEGY}/engine/init_args", "trainer/callbacks/0/init_args
         (f"{STRATEGY}/bogus", 1, "trainer.strategy: RollplexStrategy has no setting bogus"),
         (f"{ENGINE}/bogus", 1, "engine: VLLMEngine has no setting bogus"),
         (f"{OFFLOAD}/bogus", 1, "trainer.callbacks: PhaseOffload has no setting bogus"),
+        ("trainer/gradient_clip_val", 1.0, "gradient_clip_val=1.0 is for Lightning's own loop.*max_grad_norm"),
+        ("trainer/accumulate_grad_batches", 4, "accumulate_grad_batches=4 is for .* lower that to save memory"),
         ("trainer/bogus", 1, "trainer has no setting bogus"),
         ("trainer/strategy", "nonsense", "trainer.strategy='nonsense' is unknown; set one of rollplex, rollplex_ddp"),
         (f"{STRATEGY}/engine", "x", "engine: there is no class x"),
@@ -126,6 +128,11 @@ def test_whatever_stands_in_a_config_is_planned_or_refused(capsys, tmp_path, val
                 said(capsys, tmp_path, changed(f"{place}/{name}", value), "--json", "--prompts", "8")
             except SystemExit as error:
                 assert str(error).startswith("error: ") and "\n" not in str(error), (place, name)
+
+
+def test_a_config_that_is_not_there_is_one_line(tmp_path):
+    with pytest.raises(SystemExit, match=r"error: there is no file .*none\.yaml"):
+        main(["plan", "--config", str(tmp_path / "none.yaml"), "--gpu", "L40S"])
 
 
 @pytest.mark.parametrize("text", ["a: [", "\tx", "- 1\n- 2", "3"])

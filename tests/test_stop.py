@@ -255,6 +255,17 @@ def test_ckpt_02_warm_up_continues(model, tmp_path):
     assert not differences(compared(second.checkpoint), compared(whole.checkpoint))
 
 
+def test_settings_that_change_on_resume_are_told(model, tmp_path, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr("rollplex.checks.rank_zero_warn", said.append)
+    for name, settings in (("same", {}), ("other", {"temperature": 0.9})):
+        with pytest.raises(SystemExit):
+            fit(model, tmp_path / name, stop=StopAt("on_phase_start", 5, "rollout"))
+        fit(model, tmp_path / name, ckpt_path="last", **settings)
+    what = "the run continues with other settings than those of its checkpoint"
+    assert said == [f"{what}: temperature=0.9 (was 1.0)"]
+
+
 def test_ckpt_04_first_rollout_after_resume_is_of_the_resumed_weights(model, tmp_path):
     settings = {"learning_rate": 0.1, "max_grad_norm": None}
     with pytest.raises(SystemExit):

@@ -144,3 +144,11 @@ def test_interrupted_build_leaves_nothing(tmp_path, monkeypatch):
 def test_impossible_settings_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         tiny.tiny_config(**settings)
+
+
+@pytest.mark.parametrize(("wrong", "words"), [(["--family", "nope"], "unknown tiny family 'nope'")])
+def test_a_wrong_option_is_one_line(tmp_path, capsys, wrong, words):
+    with pytest.raises(SystemExit) as end:
+        tiny.main(["--out", str(tmp_path / "model"), *wrong])
+    err = capsys.readouterr().err
+    assert end.value.code == 2 and err.startswith(f"error: {words}") and err.count("\n") == 1

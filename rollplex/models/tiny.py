@@ -203,8 +203,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             parser.add_argument(name, type=kind, default=field.default)
     options = vars(parser.parse_args(arguments))
     out = Path(options.pop("out"))
-    kept = _digest_of(out) == TinySettings(**options).digest()
-    build_tiny(out, **options)
+    try:
+        kept = _digest_of(out) == TinySettings(**options).digest()
+        build_tiny(out, **options)
+    except ValueError as error:
+        parser.exit(2, f"error: {error}\n")
     print(f"{out}: {'already there' if kept else 'written'}")
 
 

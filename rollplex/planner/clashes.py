@@ -18,6 +18,7 @@ from rollplex.checks import (
     check_split_adapters,
     check_stage,
     check_takes_prefix,
+    check_trainer,
     check_vision,
 )
 from rollplex.planner.configs import (
@@ -113,4 +114,5 @@ def check_clashes(content: Mapping[str, Any], gpus: int, train_tp: int, rollout_
         check_takes_prefix(engine.name, bool(getattr(engine.kind, "takes_prefix", False)))
     check_vision(engine.takes_vision, sharding.kind == "zero" and max(train_tp, rollout_tp) > 1)
     found = {"dynamic_sample": False, "num_mini_batches": 1} | model
+    check_trainer(content.get("trainer") or {})
     check_batches(found, Data(data_of(content).get("batch_size")))

@@ -10,6 +10,8 @@ import yaml
 
 def read_yaml(path: str) -> Any:
     """Content of a YAML file; ValueError for what is none."""
+    if not Path(path).is_file():
+        raise ValueError(f"there is no file {path}")
     try:
         return yaml.safe_load(Path(path).read_text())
     except (yaml.YAMLError, UnicodeDecodeError) as error:
