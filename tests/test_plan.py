@@ -125,7 +125,7 @@ def test_a_config_gives_model_and_work_and_flags_override_it(capsys, parity_fold
         ("--model Qwen2.5-VL-7B --boundary-tokens -1", "--boundary-tokens=-1 must be a whole number"),
         ("--model Qwen2.5-VL-7B --gpus 0", "--gpus=0 must be a whole number from 1"),
         ("--model Qwen2.5-VL-7B --gpus 8 --prompts 4", "prompts=4 leaves some of 8 GPU groups without work"),
-        ("--config nowhere.yaml", "No such file"),
+        ("--config nowhere.yaml", "there is no file nowhere.yaml"),
     ],
 )
 def test_bad_input_is_one_line(arguments, message):
