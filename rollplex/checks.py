@@ -153,13 +153,6 @@ def check_batches(h: Mapping[str, Any], data: Any) -> None:
         )
 
 
-KEPT_ON_RESUME = (
-    "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "lr_scheduler_type", "warmup_steps", "lr_decay_steps",
-    "freeze", "lora", "dtype",
-)  # fmt: skip
-"""Settings that live on in the checkpoint's optimizer and schedule: a changed one would be ignored."""
-
-
 def check_trainer(settings: Mapping[str, Any]) -> None:
     """Settings of Lightning's Trainer that only its own optimization loop has. Lightning refuses them too, without a
     word of what stands in their place here."""
@@ -176,6 +169,13 @@ def check_trainer(settings: Mapping[str, Any]) -> None:
         )
 
 
+KEPT_ON_RESUME = (
+    "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "lr_scheduler_type", "warmup_steps", "lr_decay_steps",
+    "freeze", "lora", "dtype",
+)  # fmt: skip
+"""Settings that live on in the checkpoint's optimizer and schedule: a changed one would be ignored."""
+
+
 def check_reference(saved: Any, module: Any) -> None:
     """A run whose reference model, or base model of adapters, is not the one it started from: ValueError. saved: the
     checkpoint's print of it."""
@@ -188,10 +188,14 @@ def check_reference(saved: Any, module: Any) -> None:
         )
 
 
+def _trains(module: Any) -> bool:
+    trainer = getattr(module, "_trainer", None)
+    return trainer is not None and trainer.state.fn == "fit"
+
+
 def check_resume(saved: Mapping[str, Any], module: Any) -> None:
     """A training run that continues with other optimizer settings than it began with: ValueError."""
-    trainer = getattr(module, "_trainer", None)
-    if trainer is None or trainer.state.fn != "fit":
+    if not _trains(module):
         return
     changed = [f"{k}={module.hparams[k]} (was {v})" for k, v in saved.items() if module.hparams[k] != v]
     if changed:
@@ -207,8 +211,7 @@ def warn_resume(saved: Mapping[str, Any], module: Any) -> None:
     Args:
         saved: The hyper-parameters in the checkpoint.
     """
-    trainer = getattr(module, "_trainer", None)
-    if trainer is None or trainer.state.fn != "fit":
+    if not _trains(module):
         return
     now = {name: value for name, value in module.hparams.items() if not name.startswith("_")}
     changed = [f"{k}={v!r} (was {saved[k]!r})" for k, v in now.items() if k in saved and saved[k] != v]

@@ -214,7 +214,7 @@ def of_settings(error: BaseException) -> BaseException | None:
     names = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
     early = "setup" in names if isinstance(ours, EngineProcessError) else isinstance(ours, ValueError)
     if isinstance(error, MisconfigurationException):  # Lightning's own, of what this machine or its Trainer lacks
-        ours, early = error, "lightning" in _package(error)[0]
+        ours, early = error, _package(error)[0] == "lightning"
     return ours if early and not names & STEPS else None
 
 

@@ -130,11 +130,6 @@ def test_whatever_stands_in_a_config_is_planned_or_refused(capsys, tmp_path, val
                 assert str(error).startswith("error: ") and "\n" not in str(error), (place, name)
 
 
-def test_a_config_that_is_not_there_is_one_line(tmp_path):
-    with pytest.raises(SystemExit, match=r"error: there is no file .*none\.yaml"):
-        main(["plan", "--config", str(tmp_path / "none.yaml"), "--gpu", "L40S"])
-
-
 @pytest.mark.parametrize("text", ["a: [", "\tx", "- 1\n- 2", "3"])
 def test_a_file_that_is_no_config_is_one_line(capsys, tmp_path, text):
     with pytest.raises(SystemExit, match=r"error: .*config\.yaml(:| is no YAML)"):

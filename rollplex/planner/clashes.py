@@ -113,6 +113,6 @@ def check_clashes(content: Mapping[str, Any], gpus: int, train_tp: int, rollout_
         check_reuse(sharded)
         check_takes_prefix(engine.name, bool(getattr(engine.kind, "takes_prefix", False)))
     check_vision(engine.takes_vision, sharding.kind == "zero" and max(train_tp, rollout_tp) > 1)
-    found = {"dynamic_sample": False, "num_mini_batches": 1} | model
     check_trainer(content.get("trainer") or {})
+    found = {"dynamic_sample": False, "num_mini_batches": 1} | model
     check_batches(found, Data(data_of(content).get("batch_size")))
